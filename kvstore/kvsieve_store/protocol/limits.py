@@ -1,0 +1,21 @@
+"""Limits of protocol version 1. The store enforces them; clients learn them from Welcome."""
+
+PROTOCOL_VERSION = 1
+
+KEY_BYTES = 32
+"""A key: vLLM's chained block hash, SHA-256."""
+
+SESSION_ID_BYTES = 16
+
+MAX_MATCH_KEYS = 32_768
+"""Keys in one Match: half a million tokens at 16 tokens a block, 1 MiB on the wire."""
+
+MAX_BATCH = 4_096
+"""Entries in one Reserve, Seal or Release."""
+
+MAX_CREDITS = 16_384
+"""Largest credit target of a session, slots."""
+
+MAX_LEASE_MS = 600_000
+
+MAX_SESSIONS = 1_024

@@ -1,0 +1,1 @@
+"""The control protocol, generated from the .proto files beside it."""
