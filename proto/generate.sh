@@ -2,6 +2,7 @@
 # Generates the Python code of the protocol beside the .proto files, or with --check says whether it is current.
 set -euo pipefail
 cd "$(dirname "$0")"
+# The generator sets the oldest protobuf and grpcio that the code runs on; "make proto" pins it.
 python="${PYTHON:-python3}"
 out=.
 if [ "${1:-}" = --check ]; then

@@ -158,7 +158,7 @@ class BlockInfo(_message.Message):
     pinned: bool
     visited: bool
     children: int
-    def __init__(self, key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., slot: _Optional[int] = ..., generation: _Optional[int] = ..., leases: _Optional[int] = ..., pinned: _Optional[bool] = ..., visited: _Optional[bool] = ..., children: _Optional[int] = ...) -> None: ...
+    def __init__(self, key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., slot: _Optional[int] = ..., generation: _Optional[int] = ..., leases: _Optional[int] = ..., pinned: bool = ..., visited: bool = ..., children: _Optional[int] = ...) -> None: ...
 
 class ListBlocksResponse(_message.Message):
     __slots__ = ("blocks", "next_page_token")
