@@ -1,0 +1,62 @@
+"""Addresses that the store listens on."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_SOCKET_PATH = 107
+"""Bytes; what the kernel takes (unix(7))."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnixAddress:
+    """A unix socket, by absolute path."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return f"unix://{self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    """A TCP address. Port 0: the kernel picks one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"tcp://{self.host_port}"
+
+    @property
+    def host_port(self) -> str:
+        """host:port, with brackets around an IPv6 host."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def parse_address(text: str) -> UnixAddress | TcpAddress:
+    """The address that "unix:///path", "tcp://host:port" or "host:port" names. Raises ValueError."""
+    if text.startswith("unix:"):
+        path = Path("/" + text.removeprefix("unix:").lstrip("/"))
+        if not text.removeprefix("unix:").startswith("/") or path == Path("/"):
+            raise ValueError(
+                f"{text!r}: a unix socket needs an absolute path, as in unix:///run/kvsieve/kvsieve.sock"
+            )
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+            raise ValueError(f"{text!r}: the path of a unix socket has at most {MAX_SOCKET_PATH} bytes")
+        return UnixAddress(path)
+    match = re.fullmatch(r"(?:tcp://)?(?:\[([0-9a-fA-F:.%]+)\]|([^\[\]:/\s]+)):(\d{1,5})", text)
+    if match is None or int(match[3]) > 65_535:
+        raise ValueError(f"{text!r}: expected unix:///path or host:port")
+    return TcpAddress(match[1] or match[2], int(match[3]))
