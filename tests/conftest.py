@@ -1,0 +1,173 @@
+"""What every kind of test may use: free ports, store processes, and models that are made on demand."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODEL_CACHE = Path(os.environ.get("KVSIEVE_TEST_MODELS") or ROOT / ".cache" / "models")
+
+# For engines in this process and in children; vLLM reads them when it is imported. One process and one
+# thread an engine: quicker with tiny models, and its objects can be looked at.
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_LOGGING_LEVEL="WARNING",
+)
+os.environ.pop("KVSIEVE_TEST_MODELS", None)  # the store refuses KVSIEVE_ variables that it does not know
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nothing listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class StoreProcess:
+    """A `kvsieve serve` of its own, on a socket in a directory of its own.
+
+    kill() is `kill -9`; start() after it is a store that comes back on the same socket.
+    """
+
+    def __init__(self, *flags: str) -> None:
+        self.dir = Path(tempfile.mkdtemp(prefix="kvsieve-"))
+        self.socket = self.dir / "s.sock"
+        self.endpoint = f"unix://{self.socket}"
+        self.http = f"127.0.0.1:{free_port()}"
+        self.log = self.dir / "store.log"
+        self.flags = flags
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self, timeout: float = 30.0) -> StoreProcess:
+        """Returns once the store says that it is ready; raises RuntimeError with its log if it does not."""
+        command = [sys.executable, "-m", "kvsieve_store.cli.main", "serve"]
+        command += ["--listen", self.endpoint, "--http", self.http, *self._memory_flags(), *self.flags]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if self.ready():
+                return self
+            time.sleep(0.05)
+        self.kill()
+        raise RuntimeError(f"the store did not get ready in {timeout} s:\n{self.log.read_text()[-4000:]}")
+
+    def ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{self.http}/readyz", timeout=1) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def metrics(self) -> str:
+        """The text of /metrics."""
+        with urllib.request.urlopen(f"http://{self.http}/metrics", timeout=5) as answer:
+            return bytes(answer.read()).decode()
+
+    def kill(self) -> None:
+        self._end(signal.SIGKILL)
+
+    def terminate(self) -> int:
+        """SIGTERM; returns the exit status."""
+        return self._end(signal.SIGTERM)
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.terminate()
+        shutil.rmtree(self.dir, ignore_errors=True)
+
+    def _end(self, number: signal.Signals) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        try:
+            return self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    def _memory_flags(self) -> list[str]:
+        flags = [] if "--pool-size" in self.flags else ["--pool-size", "256MiB"]
+        # Containers often have 64 MiB of /dev/shm.
+        if "--shm-dir" not in self.flags and shutil.disk_usage("/dev/shm").free < 1 << 30:
+            (self.dir / "shm").mkdir(exist_ok=True)
+            flags += ["--shm-dir", str(self.dir / "shm")]
+        return flags
+
+
+@pytest.fixture
+def unused_port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def start_store() -> Iterator[Callable[..., StoreProcess]]:
+    """start_store("--pool-size", "64MiB", ...) -> a ready StoreProcess; all are ended after the test."""
+    stores: list[StoreProcess] = []
+
+    def start(*flags: str) -> StoreProcess:
+        stores.append(StoreProcess(*flags))
+        return stores[-1].start()
+
+    yield start
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def store(start_store: Callable[..., StoreProcess]) -> StoreProcess:
+    """A ready store of 256 MiB, for this test alone."""
+    return start_store()
+
+
+def model(name: str) -> Path:
+    """Folder of one of deploy/cpu/make_models.py's models; a process of its own makes it the first time."""
+    command = [sys.executable, str(ROOT / "deploy/cpu/make_models.py"), str(MODEL_CACHE), name]
+    made = subprocess.run(command, capture_output=True, text=True)
+    if made.returncode != 0:
+        pytest.fail(f"make_models.py {name} failed:\n{made.stderr[-4000:]}", pytrace=False)
+    return Path(made.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3() -> Path:
+    """GQA, bfloat16, random weights."""
+    return model("tiny-qwen3")
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma3() -> Path:
+    """Sliding windows of 128 tokens and full attention in turns: three KV groups; float32, random weights."""
+    return model("tiny-gemma3")
+
+
+@pytest.fixture(scope="session")
+def tiny_dsv3() -> Path:
+    """MLA, float32, random weights; run it with engine/conftest.py's ENGINE_ARGS."""
+    return model("tiny-dsv3")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct, bfloat16, real weights."""
+    return model("smollm2")
