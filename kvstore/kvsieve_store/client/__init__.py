@@ -1,0 +1,20 @@
+"""What engines use: a session with the store of their host, its arena mapped, and the operator's calls."""
+
+from kvsieve_store.client.admin import AdminClient
+from kvsieve_store.client.arena_map import ArenaMap
+from kvsieve_store.client.async_client import AsyncStoreClient
+from kvsieve_store.client.handles import Attachment, ClientState, Match, SealEntry, SealResult, SlotRef
+from kvsieve_store.client.store_client import StoreClient
+
+__all__ = [
+    "AdminClient",
+    "ArenaMap",
+    "AsyncStoreClient",
+    "Attachment",
+    "ClientState",
+    "Match",
+    "SealEntry",
+    "SealResult",
+    "SlotRef",
+    "StoreClient",
+]

@@ -1,0 +1,192 @@
+"""The arena, mapped: every slot as a view of shared memory, without copies."""
+
+from __future__ import annotations
+
+import bisect
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+from itertools import accumulate
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsieve_store.client.handles import Attachment
+from kvsieve_store.errors import InvalidRequestError, UnavailableError
+from kvsieve_store.protocol.layout import HEADER_BYTES, HEADER_GENERATION, HEADER_LAYERS_DONE, MAX_WRITERS
+
+U8Array = npt.NDArray[np.uint8]
+U64Array = npt.NDArray[np.uint64]
+
+
+class ArenaMap:
+    """All segments of a store's arena, mapped shared, with the session's lock held until close() or update().
+
+    Each process that touches slots makes its own map from the client's Attachment. Views stay readable after
+    close(), because the memory is unmapped with the last of them; but the lock is gone then, and the store
+    may give their slots to others.
+
+    Not thread-safe against close() and update(); reads and writes of slots from many threads are fine.
+
+    segments: uint8 [bytes of the segment] each, whole, e.g. for registration with CUDA.
+    """
+
+    segments: list[U8Array]
+    _words64: list[U64Array]
+    _words16: list[npt.NDArray[np.uint16]]
+    _ends: list[int]
+
+    def __init__(self, attachment: Attachment) -> None:
+        """Raises UnavailableError when the session or the store behind the attachment is gone."""
+        lock = _lock_shared(attachment.lock_path)
+        try:
+            self.segments = _map_segments(attachment)
+        except BaseException:
+            os.close(lock)
+            raise
+        self._lock: int | None = lock
+        self._index(attachment)
+
+    def update(self, attachment: Attachment) -> None:
+        """Moves to a newer attachment. The same store instance keeps the mapping, another one is mapped anew.
+
+        Views of another instance's memory keep their old bytes. Raises as the constructor does; the map is
+        unchanged then.
+        """
+        lock = _lock_shared(attachment.lock_path)
+        try:
+            if self._lock is None or attachment.instance != self.attachment.instance:
+                self.segments = _map_segments(attachment)
+        except BaseException:
+            os.close(lock)
+            raise
+        self._unlock()
+        self._lock = lock
+        self._index(attachment)
+
+    def close(self) -> None:
+        """Gives up the lock and the mapping. May be called again."""
+        self._unlock()
+        self.segments = []
+        self._words64, self._words16, self._ends = [], [], []
+
+    def slot(self, slot: int) -> U8Array:
+        """The bytes of a slot: a uint8 view [slot_bytes]."""
+        segment, extent, i = self._locate(slot)
+        at = extent + self.attachment.slots_offset + i * self.attachment.slot_bytes
+        return self.segments[segment][at : at + self.attachment.slot_bytes]
+
+    def generation(self, slot: int) -> int:
+        """The generation in a slot's header: what SlotRef.generation was when the slot was granted last."""
+        segment, extent, i = self._locate(slot)
+        return int(self._words64[segment][(extent + i * HEADER_BYTES + HEADER_GENERATION) // 8])
+
+    def generations(self, slots: Sequence[int]) -> U64Array:
+        """uint64 [len(slots)]: generation() of each."""
+        numbers = np.asarray(slots, np.int64)
+        extents, places = np.divmod(numbers, self.attachment.slots_per_extent)
+        segments = np.searchsorted(self._ends, extents, side="right")
+        if (bad := np.flatnonzero((extents < 0) | (segments == len(self._ends)))).size:
+            self._locate(int(numbers[bad[0]]))
+        firsts = np.asarray([0, *self._ends])[segments]
+        words = (
+            (extents - firsts) * self.attachment.extent_bytes + places * HEADER_BYTES + HEADER_GENERATION
+        ) // 8
+        found = np.empty(len(numbers), np.uint64)
+        for segment in np.unique(segments):
+            here = segments == segment
+            found[here] = self._words64[segment][words[here]]
+        return found
+
+    def layers_done(self, slot: int, shard: int) -> int:
+        """How many layers of a slot the writer of `shard` has finished."""
+        segment, word = self._layers_word(slot, shard)
+        return int(self._words16[segment][word])
+
+    def set_layers_done(self, slot: int, shard: int, n: int) -> None:
+        """Says that the first `n` layers of a slot are written by `shard`. Write the bytes first."""
+        segment, word = self._layers_word(slot, shard)
+        self._words16[segment][word] = n
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _index(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+        self._words64 = [segment.view("<u8") for segment in self.segments]
+        self._words16 = [segment.view("<u2") for segment in self.segments]
+        # Number of the first extent after each segment.
+        self._ends = list(accumulate(len(segment) // attachment.extent_bytes for segment in self.segments))
+
+    def _locate(self, slot: int) -> tuple[int, int, int]:
+        """Segment of a slot, offset of its extent in the segment, place of the slot in the extent."""
+        extent, i = divmod(slot, self.attachment.slots_per_extent)
+        segment = bisect.bisect_right(self._ends, extent)
+        if extent < 0 or segment == len(self._ends):
+            if self._lock is None:
+                raise UnavailableError("the arena map is closed")
+            slots = self._ends[-1] * self.attachment.slots_per_extent
+            raise InvalidRequestError(f"slot: {slot} given, 0 to {slots - 1} allowed")
+        first = self._ends[segment - 1] if segment else 0
+        return segment, (extent - first) * self.attachment.extent_bytes, i
+
+    def _layers_word(self, slot: int, shard: int) -> tuple[int, int]:
+        if not 0 <= shard < MAX_WRITERS:
+            raise InvalidRequestError(f"shard: {shard} given, 0 to {MAX_WRITERS - 1} allowed")
+        segment, extent, i = self._locate(slot)
+        return segment, (extent + i * HEADER_BYTES + HEADER_LAYERS_DONE) // 2 + shard
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _lock_shared(path: str) -> int:
+    """Descriptor of the session's lock file, locked; closing it unlocks.
+
+    The store takes the lock for itself, then removes the file, when a session is over. Holding the lock of a
+    file that is still there therefore means that the session's slots are safe to touch.
+    """
+    gone = UnavailableError(f"the session of {path} is over; attach anew")
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise gone from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(lock), os.stat(path)):
+            raise gone
+    except (BlockingIOError, FileNotFoundError):
+        os.close(lock)
+        raise gone from None
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _map_segments(attachment: Attachment) -> list[U8Array]:
+    return [_map(path, size) for path, size in attachment.segments]
+
+
+def _map(path: str, size: int) -> U8Array:
+    """uint8 [size], writable, shared. The view owns the mapping."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise UnavailableError(f"segment {path} is gone: the store has ended; attach anew") from None
+    try:
+        if (there := os.fstat(file).st_size) < size:
+            raise UnavailableError(f"segment {path}: {there} bytes there, {size} expected; attach anew")
+        return np.frombuffer(mmap.mmap(file, size, mmap.MAP_SHARED), np.uint8)
+    finally:
+        os.close(file)

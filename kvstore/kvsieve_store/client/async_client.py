@@ -1,0 +1,241 @@
+"""The client's core: keeps a session with the store, for ever, in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+from collections.abc import Callable, Sequence
+
+import grpc
+from kvsieve.v1 import store_pb2 as pb
+
+from kvsieve_store import __version__
+from kvsieve_store.client.backoff import LONGEST_SECONDS, Backoff
+from kvsieve_store.client.batches import check_entries, join_keys
+from kvsieve_store.client.channel import CHANNEL_OPTIONS
+from kvsieve_store.client.endpoint import grpc_target
+from kvsieve_store.client.handles import Attachment, ClientState, Match, SealEntry, SealResult, SlotRef
+from kvsieve_store.client.session import Session
+from kvsieve_store.errors import (
+    CapacityError,
+    InvalidRequestError,
+    KVSieveError,
+    PoolMismatchError,
+    UnavailableError,
+)
+from kvsieve_store.protocol.limits import PROTOCOL_VERSION
+from kvsieve_store.protocol.spec import PoolSpec
+
+log = logging.getLogger(__name__)
+
+REFUSED_RETRY_SECONDS = 30.0
+"""Between tries while the store refuses this client: somebody has to change something first."""
+
+
+class AsyncStoreClient:
+    """Attaches in the background and attaches anew whenever the session is lost.
+
+    Everything belongs to the event loop that start() ran in, except take_credits(), credits, state, error and
+    attachment, which any thread may use. Verbs raise UnavailableError at once while there is no session.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        spec: PoolSpec,
+        *,
+        engine_id: str,
+        credit_target: int = 256,
+        lease_ms: int = 60_000,
+        timeout: float = 5.0,
+        on_change: Callable[[str], None] | None = None,
+    ) -> None:
+        """
+        endpoint: "unix:///path", "tcp://host:port" or "host:port".
+        spec: the pool to use; its name, and what its blocks are.
+        engine_id: names the engine in listings and logs.
+        credit_target: slots to keep granted ahead; 0 for a client that only reads.
+        lease_ms: length of the leases that match() takes, milliseconds. Held leases are renewed; the length
+            matters once the client is gone. 0: no leases.
+        timeout: deadline of each call, seconds.
+        on_change: called with the new state, once per change, in the event loop: it must not block.
+        """
+        self._target = grpc_target(endpoint)
+        if credit_target < 0:
+            raise InvalidRequestError(f"credit_target: {credit_target} given, 0 or more required")
+        if lease_ms < 0:
+            raise InvalidRequestError(f"lease_ms: {lease_ms} given, 0 or more required")
+        if timeout <= 0:
+            raise InvalidRequestError(f"timeout: {timeout} given, more than 0 seconds required")
+        self.endpoint = endpoint
+        self.state = ClientState.CONNECTING
+        self.error: KVSieveError | None = None
+        self._spec = spec
+        self._engine_id = engine_id
+        self._credit_target = credit_target
+        self._lease_ms = lease_ms
+        self._timeout = timeout
+        self._on_change = on_change
+        self._epoch = 0
+        self._session: Session | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """Of the current session; None while there is none."""
+        session = self._session
+        return session.attachment if session else None
+
+    @property
+    def credits(self) -> int:
+        """Slots that take_credits() could give now."""
+        session = self._session
+        return len(session.credits) if session else 0
+
+    def start(self) -> None:
+        """Begins to connect in the running event loop."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def wait_attached(self, timeout: float) -> Attachment:  # noqa: ASYNC109 (same as StoreClient)
+        """Raises the store's refusal (PoolMismatchError, InvalidRequestError, CapacityError) as soon as it is
+        there, UnavailableError after `timeout` seconds or when the client is closed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while True:
+                    if self.state is ClientState.ATTACHED and self._session:
+                        return self._session.attachment
+                    if self.state in (ClientState.REFUSED, ClientState.CLOSED) and self.error:
+                        raise self.error.with_traceback(None)
+                    await self._changed.wait()
+        raise UnavailableError(f"not attached after {timeout:g} s: {self.error or 'no answer yet'}")
+
+    def take_credits(self, n: int) -> list[SlotRef]:
+        """At most `n` free slots to write to, fewer when the store has not granted more. Never waits.
+
+        Read attachment.epoch before the call, not after: slots of a newer session then fail with the older
+        epoch, instead of the other way round.
+        """
+        session = self._session
+        return session.credits.take(n) if session and self.state is ClientState.ATTACHED else []
+
+    async def match(self, keys: bytes | Sequence[bytes]) -> Match:
+        """Longest sealed prefix of `keys` (in chain order), leased until released or the session ends."""
+        joined = join_keys(keys)
+        session = self._live()
+        if self.state is ClientState.DRAINING:
+            raise UnavailableError(f"the store at {self.endpoint} is draining")
+        return await session.match(joined, self._lease_ms) if joined else Match()
+
+    async def seal(self, entries: Sequence[SealEntry], *, epoch: int | None = None) -> list[SealResult]:
+        """Makes written slots findable by key and immutable; one result per entry.
+
+        Seals are done in the order of the calls. Beyond the store's batch limit they go in several steps, of
+        which each is all or nothing. Raises UnavailableError when `epoch` is over, SlotNotHeldError and
+        InvalidRequestError, which name the entry.
+        """
+        check_entries(entries)
+        session = self._live(epoch)
+        return await session.seal(entries) if entries else []
+
+    async def release(
+        self, lease_ids: Sequence[int] = (), refs: Sequence[SlotRef] = (), *, epoch: int | None = None
+    ) -> None:
+        """Gives back leases and slots that will not be sealed. Raises UnavailableError when `epoch` is over
+        (both are back already then), SlotNotHeldError."""
+        await self._live(epoch).release(lease_ids, refs)
+
+    async def reserve(self, count: int) -> int:
+        """Asks for `count` credits beyond the target, for a burst; returns how many came."""
+        return await self._live().reserve(count)
+
+    async def close(self) -> None:
+        """Gives back unused credits and ends the session; final. May be called again."""
+        self._change(ClientState.CLOSED, UnavailableError("the client is closed"))
+        if self._session:
+            await self._session.close()
+        if self._task:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def _live(self, epoch: int | None = None) -> Session:
+        session = self._session
+        if session is None or self.state is ClientState.CLOSED:
+            reason = self.error or f"no answer from {self.endpoint} yet"
+            raise UnavailableError(f"no session with the store ({self.state}): {reason}")
+        if epoch is not None and epoch != session.attachment.epoch:
+            raise UnavailableError(
+                f"epoch: {epoch} given, which is over; the session is of epoch {session.attachment.epoch}"
+            )
+        return session
+
+    async def _run(self) -> None:
+        backoff = Backoff(random.Random())
+        while True:
+            started = asyncio.get_running_loop().time()
+            try:
+                error = await self._one_session()
+            except KVSieveError as refusal:
+                error = refusal
+            except Exception as bug:
+                log.exception("kvsieve client: unexpected error")
+                error = UnavailableError(repr(bug))
+            if isinstance(error, (CapacityError, InvalidRequestError, PoolMismatchError)):
+                self._change(ClientState.REFUSED, error)
+                await asyncio.sleep(REFUSED_RETRY_SECONDS)
+                continue
+            self._change(ClientState.CONNECTING, error)
+            if asyncio.get_running_loop().time() - started > 2 * LONGEST_SECONDS:
+                backoff.reset()
+            await asyncio.sleep(backoff.wait())
+
+    async def _one_session(self) -> KVSieveError:
+        """From Hello to the end of the session; returns why it ended. Raises when there was no Welcome."""
+        hello = pb.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            pool=self._spec.to_proto(),
+            engine_id=self._engine_id,
+            client=f"kvsieve-client/{__version__}",
+            credit_target=self._credit_target,
+            pid=os.getpid(),
+        )
+        async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
+            session = await Session.attach(channel, hello, self._epoch + 1, self._timeout, self.endpoint)
+            self._epoch += 1
+            self._session = session
+            self._change(ClientState.ATTACHED, None)
+            try:
+                why = await session.run(self._lease_ms, self._draining)
+            finally:
+                self._session = None
+                session.end(UnavailableError("the client is closed"))
+        return why if isinstance(why, UnavailableError) else UnavailableError(str(why))
+
+    def _draining(self) -> None:
+        self._change(ClientState.DRAINING, UnavailableError(f"the store at {self.endpoint} is about to stop"))
+
+    def _change(self, state: ClientState, error: KVSieveError | None) -> None:
+        if self.state is ClientState.CLOSED:
+            return
+        self.error = error
+        if state is self.state:
+            return
+        self.state = state
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        log.log(
+            logging.INFO if error is None or state is ClientState.CLOSED else logging.WARNING,
+            "kvsieve store at %s: %s%s",
+            self.endpoint,
+            state,
+            f" ({error})" if error else "",
+        )
+        if self._on_change:
+            try:
+                self._on_change(state)
+            except Exception:
+                log.exception("on_change(%r) failed", str(state))

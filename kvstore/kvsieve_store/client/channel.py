@@ -1,0 +1,35 @@
+"""gRPC channel options that every client of the store uses, and what a failed call becomes."""
+
+from __future__ import annotations
+
+import grpc
+
+from kvsieve_store.errors import KVSieveError, SlotNotHeldError, UnavailableError, from_rpc_error
+
+_MAX_MESSAGE_BYTES = 16 << 20
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    # A store host that vanished without closing its connections is noticed within 20 s.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A new channel really connects anew: the client's own back-off is the only one.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+def call_error(
+    error: grpc.RpcError, call: str, endpoint: str, precondition: type[KVSieveError] = SlotNotHeldError
+) -> KVSieveError:
+    """from_rpc_error, with the endpoint in the message where the store itself could not say anything."""
+    code = error.code()
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return UnavailableError(f"{call}: no answer from the store at {endpoint} in time")
+    mapped = from_rpc_error(error, precondition)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return UnavailableError(f"store at {endpoint}: {mapped}")
+    return mapped

@@ -1,0 +1,102 @@
+"""What the client hands out: slots, matches, seals, and the attachment that another process maps from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from typing import NamedTuple
+
+from kvsieve.v1 import store_pb2 as pb
+
+
+class ClientState(StrEnum):
+    """connecting: no session, trying to get one (at first, after a loss, or while the store prefaults).
+    attached: all verbs work. draining: the store is about to stop; no new credits or matches.
+    refused: the store said no to this client's Hello; tried again slowly. closed: for good.
+    """
+
+    CONNECTING = "connecting"
+    ATTACHED = "attached"
+    DRAINING = "draining"
+    REFUSED = "refused"
+    CLOSED = "closed"
+
+
+class SlotRef(NamedTuple):
+    """One use of a slot. Means something only in the epoch (Attachment.epoch) that it was taken in."""
+
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest sealed prefix of the keys asked for.
+
+    refs: one per matched block, in order; len(refs) is the number of matched blocks.
+    lease_ids: what to give to release() once the blocks are read; empty when nothing was leased.
+    epoch: the epoch that refs and leases belong to; 0 when nothing was asked.
+    """
+
+    refs: tuple[SlotRef, ...] = ()
+    lease_ids: tuple[int, ...] = ()
+    epoch: int = 0
+
+
+class SealEntry(NamedTuple):
+    """A written block.
+
+    key: 32 bytes. parent: key of the block before, 32 bytes; b"" for the first block of a chain.
+    """
+
+    key: bytes
+    parent: bytes
+    ref: SlotRef
+
+
+class SealResult(Enum):
+    """SEALED: findable from now on. DUPLICATE: the key was there; the slot is free again, the older block
+    stays."""
+
+    SEALED = pb.SEAL_STATUS_SEALED
+    DUPLICATE = pb.SEAL_STATUS_DUPLICATE
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """All that a process needs to map the arena (ArenaMap). Picklable, and holds no secret.
+
+    epoch: goes up at each attach of this client; 1 is the first.
+    instance: 16 random bytes per store process; another value means other memory.
+    pool_id: SHA-256 of the pool's canonical spec.
+    extent_bytes, slot_bytes, slots_per_extent, slots_offset: geometry, as protocol.layout.ExtentLayout.
+    segments: (absolute path, bytes) of the arena's files, in order.
+    lock_path: file to hold a shared flock(2) on while touching the session's slots or leased blocks.
+    store_version: version of the store software.
+    """
+
+    epoch: int
+    instance: bytes
+    pool_id: bytes
+    extent_bytes: int
+    segments: tuple[tuple[str, int], ...]
+    slot_bytes: int
+    slots_per_extent: int
+    slots_offset: int
+    lock_path: str
+    store_version: str
+
+    @staticmethod
+    def of(welcome: pb.Welcome, epoch: int) -> Attachment:
+        return Attachment(
+            epoch=epoch,
+            instance=welcome.arena.instance,
+            pool_id=welcome.pool_id,
+            extent_bytes=welcome.arena.extent_bytes,
+            segments=tuple((segment.path, segment.bytes) for segment in welcome.arena.segments),
+            slot_bytes=welcome.slot_bytes,
+            slots_per_extent=welcome.slots_per_extent,
+            slots_offset=welcome.slots_offset,
+            lock_path=welcome.lock_path,
+            store_version=welcome.store_version,
+        )

@@ -1,0 +1,262 @@
+"""One session with the store: its stream, heartbeats, credits, leases and calls, from Welcome to the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import grpc
+from kvsieve.v1 import store_pb2 as pb
+from kvsieve.v1.store_pb2_grpc import StoreStub
+
+from kvsieve_store.client import batches
+from kvsieve_store.client.channel import call_error
+from kvsieve_store.client.credits import Credits
+from kvsieve_store.client.handles import Attachment, Match, SealEntry, SealResult, SlotRef
+from kvsieve_store.errors import KVSieveError, NotFoundError, PoolMismatchError, UnavailableError
+from kvsieve_store.protocol.limits import KEY_BYTES, MAX_BATCH
+
+T = TypeVar("T")
+
+_GOODBYE_SECONDS = 1.0
+"""Longest wait of close() for calls in flight and the store's last word."""
+
+
+class Session:
+    """Lives in one event loop. Once it has ended, every call raises UnavailableError.
+
+    A call that moves slots (seal, reserve, release with slots) and is not answered in time ends the session:
+    what the store did is unknown then, and only a new session makes both sides agree again.
+    """
+
+    def __init__(
+        self, stub: StoreStub, stream: Any, welcome: pb.Welcome, epoch: int, deadline: float, endpoint: str
+    ) -> None:
+        self.attachment = Attachment.of(welcome, epoch)
+        self.credits = Credits()
+        self.credits.grant(welcome.credits)
+        self.leases: set[int] = set()
+        self._id = welcome.session_id
+        self._limits = welcome.limits
+        self._beat_seconds = welcome.heartbeat_interval_ms / 1000
+        self._stub = stub
+        self._stream = stream
+        self._deadline = deadline
+        self._endpoint = endpoint
+        self._calls: set[Any] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        # Seals go one after another, so that a parent is there before its children.
+        self._sealing = asyncio.Lock()
+        self._ended: asyncio.Future[KVSieveError] = asyncio.get_running_loop().create_future()
+
+    @staticmethod
+    async def attach(
+        channel: grpc.aio.Channel, hello: pb.Hello, epoch: int, deadline: float, endpoint: str
+    ) -> Session:
+        """Raises what the store refuses with, UnavailableError without a Welcome in `deadline` seconds."""
+        stub = StoreStub(channel)  # type: ignore[no-untyped-call]
+        stream = stub.Attach()
+        try:
+            async with asyncio.timeout(deadline):
+                # A stream that failed already says why when it is read.
+                with contextlib.suppress(asyncio.InvalidStateError):
+                    await stream.write(pb.AttachRequest(hello=hello))
+                message = await stream.read()
+        except asyncio.CancelledError:
+            if _task_is_cancelled():
+                raise
+            raise UnavailableError(f"Attach: the store at {endpoint} cancelled the stream") from None
+        except TimeoutError:
+            stream.cancel()
+            raise UnavailableError(f"Attach: no answer from the store at {endpoint} in time") from None
+        except grpc.aio.AioRpcError as error:
+            raise call_error(error, "Attach", endpoint, PoolMismatchError) from None
+        if message is grpc.aio.EOF or message.WhichOneof("message") != "welcome":
+            stream.cancel()
+            raise UnavailableError(f"Attach: no Welcome from the store at {endpoint}")
+        return Session(stub, stream, message.welcome, epoch, deadline, endpoint)
+
+    async def run(self, lease_ms: int, on_draining: Callable[[], None]) -> KVSieveError:
+        """Reads the stream and sends heartbeats until the session has ended; returns why."""
+        if lease_ms:
+            self._beat_seconds = min(self._beat_seconds, lease_ms / 3000)
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(self._read(on_draining)), loop.create_task(self._beat())]
+        for task in tasks:
+            task.add_done_callback(self._stream_ended)
+        try:
+            return await asyncio.shield(self._ended)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def end(self, why: KVSieveError) -> None:
+        """Drops credits and leases, fails the calls in flight. The first reason counts."""
+        if self._ended.done():
+            return
+        self._ended.set_result(why)
+        self.credits.close()
+        self.leases.clear()
+        for call in self._calls:
+            call.cancel()
+        self._stream.cancel()
+
+    async def close(self) -> None:
+        """Lets calls in flight finish, gives back unused credits, ends the session: a second at most.
+
+        Leases go with the session, once no process holds its lock: a reader may still be copying.
+        """
+        with contextlib.suppress(TimeoutError, KVSieveError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            async with asyncio.timeout(_GOODBYE_SECONDS):
+                await self.release((), self.credits.close())
+                if self._tasks:
+                    await asyncio.wait(self._tasks)
+                await self._stream.done_writing()
+                await asyncio.shield(self._ended)
+        self.end(UnavailableError("the client is closed"))
+
+    async def match(self, keys: bytes, lease_ms: int) -> Match:
+        """Longest sealed prefix. A caller that is cancelled leaves no lease behind."""
+        task = self._keep(self._match(keys, min(lease_ms, self._limits.max_lease_ms)))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._give_back)
+            raise
+
+    async def seal(self, entries: Sequence[SealEntry]) -> list[SealResult]:
+        """One result per entry. Goes on when the caller is cancelled."""
+        return await asyncio.shield(self._keep(self._seal(entries)))
+
+    async def release(self, lease_ids: Sequence[int], refs: Sequence[SlotRef]) -> None:
+        """Leases and unused slots back to the store. Goes on when the caller is cancelled."""
+        await asyncio.shield(self._keep(self._release(lease_ids, refs)))
+
+    async def reserve(self, count: int) -> int:
+        """More credits now; returns how many. Goes on when the caller is cancelled."""
+        return await asyncio.shield(self._keep(self._reserve(count)))
+
+    async def _match(self, keys: bytes, lease_ms: int) -> Match:
+        slots: list[int] = []
+        generations: list[int] = []
+        leases: list[int] = []
+        try:
+            for request in batches.match_requests(self._id, keys, lease_ms, self._limits.max_match_keys):
+                reply = await self._call("Match", self._stub.Match, request)
+                slots += reply.slots
+                generations += reply.generations
+                if reply.lease_id:
+                    leases.append(reply.lease_id)
+                    self.leases.add(reply.lease_id)
+                if len(reply.slots) * KEY_BYTES < len(request.keys):
+                    break
+        except KVSieveError:
+            if leases:
+                self._keep(self._release(leases, ()))
+            raise
+        return Match(tuple(map(SlotRef, slots, generations)), tuple(leases), self.attachment.epoch)
+
+    async def _seal(self, entries: Sequence[SealEntry]) -> list[SealResult]:
+        results: list[SealResult] = []
+        async with self._sealing:
+            for request in batches.seal_requests(self._id, entries, self._limits.max_batch):
+                reply = await self._call("Seal", self._stub.Seal, request, moves_slots=True)
+                self.credits.grant(reply.credits)
+                results += map(SealResult, reply.status)
+        return results
+
+    async def _release(self, lease_ids: Sequence[int], refs: Sequence[SlotRef]) -> None:
+        self.leases.difference_update(lease_ids)
+        for request in batches.release_requests(self._id, lease_ids, refs, self._limits.max_batch):
+            await self._call("Release", self._stub.Release, request, moves_slots=bool(request.slots))
+
+    async def _reserve(self, count: int) -> int:
+        granted = 0
+        for at in range(0, count, self._limits.max_batch):
+            request = pb.ReserveRequest(session_id=self._id, count=min(count - at, self._limits.max_batch))
+            reply = await self._call("Reserve", self._stub.Reserve, request, moves_slots=True)
+            got = self.credits.grant(reply.credits)
+            granted += got
+            if got < request.count:
+                break
+        return granted
+
+    async def _call(self, name: str, method: Any, request: Any, moves_slots: bool = False) -> Any:
+        """One unary call with a deadline. Raises errors of kvsieve_store.errors only."""
+        if self._ended.done():
+            raise self._over()
+        call = method(request, timeout=self._deadline)
+        self._calls.add(call)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            if _task_is_cancelled():
+                raise
+            if self._ended.done():
+                raise self._over() from None
+            raise UnavailableError(f"{name}: the store at {self._endpoint} cancelled the call") from None
+        except grpc.aio.AioRpcError as error:
+            mapped = call_error(error, name, self._endpoint)
+            if isinstance(mapped, NotFoundError):
+                # The only thing that a call can fail to find is its session.
+                self.end(mapped)
+                raise self._over() from None
+            if moves_slots and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                self.end(mapped)
+            raise mapped from None
+        finally:
+            self._calls.discard(call)
+
+    async def _read(self, on_draining: Callable[[], None]) -> None:
+        while (message := await self._stream.read()) is not grpc.aio.EOF:
+            match message.WhichOneof("message"):
+                case "credits":
+                    self.credits.grant(message.credits)
+                case "draining":
+                    on_draining()
+        raise UnavailableError(f"the store at {self._endpoint} ended the session")
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._beat_seconds)
+            for heartbeat in batches.heartbeats(list(self.leases), MAX_BATCH):
+                # A stream that failed says why to its reader.
+                with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+                    await self._stream.write(pb.AttachRequest(heartbeat=heartbeat))
+
+    def _stream_ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, grpc.aio.AioRpcError):
+            error = call_error(error, "Attach", self._endpoint)
+        if not isinstance(error, KVSieveError):
+            error = UnavailableError(f"the stream to the store at {self._endpoint} broke: {error!r}")
+        self.end(error)
+
+    def _give_back(self, task: asyncio.Task[Match]) -> None:
+        """Releases the lease of a match that nobody waits for any more."""
+        if not task.cancelled() and task.exception() is None and (leases := task.result().lease_ids):
+            self._keep(self._release(leases, ()))
+
+    def _keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task that is held until it is done, and whose error may go unread."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+    def _over(self) -> UnavailableError:
+        return UnavailableError(f"the session is over: {self._ended.result()}")
+
+
+def _task_is_cancelled() -> bool:
+    """Whether a CancelledError is meant for the running task. gRPC raises one for a cancelled call, too."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
