@@ -1,0 +1,97 @@
+"""ExtentLedger: which extents are free, and how a pool gets room when slots run out."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from kvsieve_store.state.pool import Pool
+from kvsieve_store.state.slots import SEALED, WRITING
+
+
+class ExtentLedger:
+    """The arena's extents.
+
+    pools: gives the pools of the moment, those that extents may be taken from.
+    An extent remembers the highest generation that its slots had, under whatever pool, and hands it on: a
+    generation in the arena never comes back.
+    """
+
+    def __init__(self, extents: int, pools: Callable[[], Iterable[Pool]]) -> None:
+        self.extents = extents
+        self._pools = pools
+        self._free = list(range(extents))  # a heap: the lowest number goes first
+        self._floor = np.zeros(extents, np.uint32)
+
+    @property
+    def free(self) -> int:
+        """Extents that no pool owns."""
+        return len(self._free)
+
+    def can_grow(self, pool: Pool) -> bool:
+        """Whether the pool could take a free extent."""
+        return bool(self._free) and len(pool.extents) < pool.quota
+
+    def make_room(self, pool: Pool, count: int) -> None:
+        """Sees to `count` free slots in the pool, as far as that goes.
+
+        First free extents, then the pool's own cold blocks, then extents of other pools.
+        """
+        while pool.free < count and self.can_grow(pool):
+            self._add(pool)
+        if pool.free < count:
+            pool.evict(count - pool.free)
+        while pool.free < count and len(pool.extents) < pool.quota and self._take_from_another(pool):
+            self._add(pool)
+
+    def release(self, pool: Pool, extent: int) -> None:
+        """Takes an extent without writing or leased slots from its pool; its blocks are dropped."""
+        self._floor[extent] = pool.remove_extent(extent)
+        heapq.heappush(self._free, extent)
+
+    def _add(self, pool: Pool) -> None:
+        extent = heapq.heappop(self._free)
+        pool.add_extent(extent, int(self._floor[extent]))
+
+    def _take_from_another(self, pool: Pool) -> bool:
+        for victim in self._victims(pool):
+            extent = _emptiest_removable(victim)
+            if extent is not None:
+                sealed = victim.sealed
+                self.release(victim, extent)
+                victim.counters.evicted_blocks += sealed - victim.sealed
+                return True
+        return False
+
+    def _victims(self, pool: Pool) -> list[Pool]:
+        """Pools to take an extent from: unused ones, longest first, then those above their fair share."""
+        others = [other for other in self._pools() if other is not pool and other.extents]
+        unused = sorted((other for other in others if not other.attached), key=lambda other: other.last_used)
+        used = [other for other in others if other.attached]
+        fair = self.extents / (len(used) + 1)
+        above = sorted(
+            (other for other in used if len(other.extents) > fair), key=lambda other: -len(other.extents)
+        )
+        return unused + above
+
+
+def _emptiest_removable(pool: Pool) -> int | None:
+    """Of the extents without writing, leased or pinned slots (or ancestors of pinned), that with fewest blocks."""
+    table = pool.table
+    blocks = pool.sieve.slots()
+    pinned = blocks[table.pinned[blocks] > 0]
+    protected = pool.with_ancestors(pinned) if len(pinned) else None
+    best, fewest = None, 0
+    for extent in pool.extents:
+        part = pool.extent_slots(extent)
+        state = table.state[part]
+        if (state == WRITING).any() or table.leases[part].any():
+            continue
+        if protected is not None and protected[part].any():
+            continue
+        sealed = int(np.count_nonzero(state == SEALED))
+        if best is None or sealed < fewest:
+            best, fewest = extent, sealed
+    return best

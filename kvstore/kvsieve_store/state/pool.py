@@ -1,0 +1,245 @@
+"""Pool: all blocks of one model fingerprint; slots from free to sealed and back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvsieve_store.errors import SlotNotHeldError
+from kvsieve_store.protocol.layout import ExtentLayout
+from kvsieve_store.protocol.spec import PoolSpec
+from kvsieve_store.state.arrays import BoolArray, KeyArray, SlotArray, U8Array, U32Array, as_slots
+from kvsieve_store.state.index import KeyIndex
+from kvsieve_store.state.results import Counters, Grant
+from kvsieve_store.state.sieve import Sieve
+from kvsieve_store.state.slots import FREE, SEALED, UNOWNED, WRITING, FreeSlots, SlotTable
+
+SEAL_SEALED = 1
+SEAL_DUPLICATE = 2
+
+_MATCH_STEP = 2048
+
+
+class Pool:
+    """Owns extents of the arena, and every slot in them.
+
+    Who asks (sessions, limits, time) is the store's part; a method here expects checked arguments.
+
+    spec, layout: the fingerprint, and where its slots lie. extents: extent numbers that the pool owns.
+    quota: most extents that it may own. attached, fencing: sessions in each state. last_used: seconds.
+    refilling: the tick is evicting up to the high watermark.
+    """
+
+    def __init__(
+        self, spec: PoolSpec, layout: ExtentLayout, arena_extents: int, quota: int, now: float
+    ) -> None:
+        slots = arena_extents * layout.slots_per_extent
+        self.spec = spec
+        self.pool_id = spec.pool_id()
+        self.layout = layout
+        self.quota = quota
+        self.extents: list[int] = []
+        self.table = SlotTable(slots)
+        self.index = KeyIndex(self.table.key, quota * layout.slots_per_extent)
+        self.sieve = Sieve(self.table)
+        self.counters = Counters()
+        self.writing = 0
+        self.attached = 0
+        self.fencing = 0
+        self.last_used = now
+        self.refilling = False
+        self._free = FreeSlots(slots)
+
+    @property
+    def free(self) -> int:
+        """Free slots."""
+        return len(self._free)
+
+    @property
+    def sealed(self) -> int:
+        """Sealed blocks."""
+        return len(self.sieve)
+
+    @property
+    def owned(self) -> int:
+        """Slots in the pool's extents."""
+        return len(self.extents) * self.layout.slots_per_extent
+
+    @property
+    def idle(self) -> bool:
+        """No sessions, not even ended ones, and no blocks: nothing would be lost with the pool."""
+        return not (self.attached or self.fencing or self.sealed)
+
+    def extent_slots(self, extent: int) -> slice:
+        """The slots of an extent."""
+        per_extent = self.layout.slots_per_extent
+        return slice(extent * per_extent, (extent + 1) * per_extent)
+
+    def add_extent(self, extent: int, floor: int) -> None:
+        """Takes over an extent; generations of its slots go on from `floor` at least."""
+        part = self.extent_slots(extent)
+        self.table.state[part] = FREE
+        np.maximum(self.table.generation[part], floor, out=self.table.generation[part])
+        self._free.push(np.arange(part.start, part.stop))
+        self.extents.append(extent)
+
+    def remove_extent(self, extent: int) -> int:
+        """Gives up an extent without writing slots, drops its blocks; returns its highest generation."""
+        part = self.extent_slots(extent)
+        self.drop(np.flatnonzero(self.table.state[part] == SEALED) + part.start)
+        self._free.remove_range(part.start, part.stop)
+        self.table.state[part] = UNOWNED
+        self.extents.remove(extent)
+        return int(self.table.generation[part].max())
+
+    def grant(self, ordinal: int, count: int) -> Grant:
+        """Hands up to `count` free slots to a session: free -> writing, under a new generation."""
+        slots = self._free.pop(min(count, self.free))
+        table = self.table
+        table.generation[slots] += 1
+        table.state[slots] = WRITING
+        table.owner[slots] = ordinal
+        self.writing += len(slots)
+        self.counters.granted_slots += len(slots)
+        return Grant(slots.astype(np.uint32), table.generation[slots])
+
+    def check_held(self, ordinal: int, slots: U32Array, generations: U32Array) -> SlotArray:
+        """The slots as indices. Raises SlotNotHeldError, which names the first entry that the session can't use."""
+        table = self.table
+        at = as_slots(slots)
+        inside = np.where(at < len(table), at, 0)
+        held = (at < len(table)) & (table.state[inside] == WRITING) & (table.owner[inside] == ordinal)
+        good = held & (table.generation[inside] == generations)
+        if not good.all():
+            i = int(np.argmin(good))
+            if not held[i]:
+                raise SlotNotHeldError(f"slots[{i}]: slot {slots[i]} is not held by this session")
+            raise SlotNotHeldError(
+                f"generations[{i}]: slot {slots[i]} is held under generation {table.generation[at[i]]}, "
+                f"{generations[i]} given"
+            )
+        _, first = np.unique(at, return_index=True)
+        if len(first) != len(at):
+            i = int(np.setdiff1d(np.arange(len(at)), first)[0])
+            raise SlotNotHeldError(f"slots[{i}]: slot {slots[i]} is given twice")
+        return at
+
+    def seal(self, keys: KeyArray, parents: KeyArray, slots: SlotArray) -> U8Array:
+        """Writing -> sealed, or free again where the key is there already. Returns a SealStatus per entry.
+
+        A parent counts only if it was sealed before, in this batch or earlier; so no block is its own
+        ancestor, and parents are older than their children. Any other block is the first of its chain.
+        """
+        fresh = (self.index.find(keys) < 0) & _first_of_each(keys)
+        new, table = slots[fresh], self.table
+        table.key[new] = keys[fresh]
+        table.state[new] = SEALED
+        table.owner[new] = 0
+        self.index.insert(keys[fresh], new)
+        self.sieve.append(new)
+        self._link(new, parents[fresh])
+        back = slots[~fresh]
+        table.free(back)
+        self._free.push(back)
+        self.writing -= len(slots)
+        self.counters.sealed_blocks += len(new)
+        self.counters.duplicate_blocks += len(back)
+        return np.where(fresh, SEAL_SEALED, SEAL_DUPLICATE).astype(np.uint8)
+
+    def _link(self, new: SlotArray, parents: KeyArray) -> None:
+        table = self.table
+        chained = np.flatnonzero(parents.any(axis=1))
+        above = self.index.find(parents[chained])
+        older = (above >= 0) & (table.position[above] < table.position[new[chained]])
+        above, below = above[older], new[chained[older]]
+        table.parent[below] = above + 1
+        np.add.at(table.children, above, 1)
+
+    def give_back(self, slots: SlotArray) -> None:
+        """Writing -> free, unsealed."""
+        self.table.free(slots)
+        self._free.push(slots)
+        self.writing -= len(slots)
+
+    def held_by(self, ordinal: int) -> SlotArray:
+        """Writing slots of a session."""
+        parts = [self.extent_slots(extent) for extent in self.extents]
+        found = [np.flatnonzero(self.table.owner[part] == ordinal) + part.start for part in parts]
+        return np.concatenate(found) if found else np.zeros(0, np.intp)
+
+    def match(self, keys: KeyArray) -> SlotArray:
+        """Slots of the longest sealed prefix of `keys`, marked as visited."""
+        found: list[SlotArray] = []
+        matched = 0
+        for start in range(0, len(keys), _MATCH_STEP):
+            slots = self.index.find(keys[start : start + _MATCH_STEP])
+            missing = slots < 0
+            end = int(missing.argmax()) if missing.any() else len(slots)
+            found.append(slots[:end])
+            matched += end
+            if end < len(slots):
+                break
+        prefix = found[0] if len(found) == 1 else np.concatenate(found)
+        self.table.visited[prefix] = 1
+        self.counters.matched_blocks += matched
+        self.counters.missed_blocks += len(keys) - matched
+        return prefix
+
+    def lease(self, slots: SlotArray) -> None:
+        """Counts a lease on each slot; one that is given twice counts once."""
+        self.table.leases[slots] += 1
+
+    def unlease(self, slots: SlotArray) -> None:
+        """Undoes lease() of the same slots."""
+        self.table.leases[slots] -= 1
+        self.sieve.retry()
+
+    def evict(self, count: int) -> int:
+        """Frees up to `count` of the coldest blocks that can go; returns how many went."""
+        slots = self.sieve.evict(count)
+        self._forget(slots)
+        self.counters.evicted_blocks += len(slots)
+        return len(slots)
+
+    def drop(self, slots: SlotArray) -> None:
+        """Frees named blocks, which must be sealed and not leased. Children that stay become first of a chain."""
+        if not len(slots):
+            return
+        table = self.table
+        going = np.zeros(len(table), np.bool_)
+        going[slots] = True
+        blocks = self.sieve.slots()
+        blocks = blocks[table.parent[blocks] > 0]
+        orphans = blocks[going[table.parent[blocks] - 1] & ~going[blocks]]
+        table.parent[orphans] = 0
+        above = table.parent[slots]
+        np.subtract.at(table.children, above[above > 0] - 1, 1)
+        self.sieve.remove(slots)
+        self._forget(slots)
+
+    def _forget(self, slots: SlotArray) -> None:
+        self.index.remove(slots)
+        self.table.free(slots)
+        self._free.push(slots)
+
+    def with_ancestors(self, slots: SlotArray) -> BoolArray:
+        """[slots of the table] bool: the given blocks and all that lie before them in their chains."""
+        marked = np.zeros(len(self.table), np.bool_)
+        while len(slots):
+            marked[slots] = True
+            above = np.unique(self.table.parent[slots]).astype(np.intp) - 1
+            above = above[above >= 0]
+            slots = above[~marked[above]]
+        return marked
+
+
+def _first_of_each(keys: KeyArray) -> BoolArray:
+    """Marks the first entry of each key."""
+    if len(np.unique(keys[:, 0])) == len(keys):
+        return np.ones(len(keys), np.bool_)
+    first = np.zeros(len(keys), np.bool_)
+    seen: set[bytes] = set()
+    for i in range(len(keys)):
+        key = keys[i].tobytes()
+        first[i] = key not in seen
+        seen.add(key)
+    return first

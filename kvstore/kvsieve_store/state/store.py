@@ -1,0 +1,404 @@
+"""StoreState: the whole store without its wire, its memory and its clock."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvsieve_store.errors import (
+    CapacityError,
+    InvalidRequestError,
+    NotFoundError,
+    PoolMismatchError,
+    SettingsError,
+    UnavailableError,
+)
+from kvsieve_store.protocol.layout import ExtentLayout, SlotLayout
+from kvsieve_store.protocol.limits import MAX_BATCH, MAX_CREDITS, MAX_LEASE_MS, MAX_MATCH_KEYS
+from kvsieve_store.protocol.spec import PoolSpec
+from kvsieve_store.state import admin
+from kvsieve_store.state.arrays import U32Array, as_keys
+from kvsieve_store.state.extents import ExtentLedger
+from kvsieve_store.state.leases import LeaseBook
+from kvsieve_store.state.pool import Pool
+from kvsieve_store.state.results import (
+    BlockPage,
+    Cleared,
+    Counters,
+    Evicted,
+    Grant,
+    Match,
+    Pinned,
+    PoolRow,
+    Released,
+    Sealed,
+    SessionRow,
+    StateSettings,
+    Totals,
+    Unpinned,
+)
+from kvsieve_store.state.sessions import Session, SessionTable
+
+_TICK_EVICTIONS = 4096
+"""Most blocks that one tick evicts per pool, so that a tick stays short."""
+
+_MIN_POOL_ID_DIGITS = 8
+
+
+class StoreState:
+    """Pools, sessions and leases of one store.
+
+    Every method is atomic: one that raises has changed nothing. `now` is in seconds on a clock that never
+    goes back. Keys are 32 bytes each, end to end. Errors are those of kvsieve_store.errors.
+    """
+
+    def __init__(self, settings: StateSettings) -> None:
+        """Raises SettingsError for a quota smaller than an extent."""
+        named = {f"quotas[{name}]": quota for name, quota in settings.quotas.items()}
+        for field, quota in {"pool_quota": settings.pool_quota_bytes, **named}.items():
+            if quota and quota < settings.extent_bytes:
+                raise SettingsError(
+                    f"{field}: {quota} bytes given, at least one extent ({settings.extent_bytes} bytes) required"
+                )
+        self._settings = settings
+        self._pools: dict[str, Pool] = {}
+        self._sessions = SessionTable(settings.max_sessions)
+        self._leases = LeaseBook()
+        self._extents = ExtentLedger(settings.extents, self._pools.values)
+        self._draining = False
+
+    # Sessions
+
+    def attach(
+        self,
+        spec: PoolSpec,
+        *,
+        engine_id: str,
+        client: str,
+        pid: int,
+        credit_target: int,
+        session_id: bytes,
+        now: float,
+    ) -> tuple[Session, Grant]:
+        """Starts a session in the pool of `spec`, which is made if need be, and grants its credits.
+
+        Raises InvalidRequestError, UnavailableError (draining), CapacityError (sessions, slot size),
+        PoolMismatchError.
+        """
+        self._check_serving()
+        _check_range("engine_id (characters)", len(engine_id), 1, 256)
+        _check_range("client (characters)", len(client), 0, 256)
+        _check_range("credit_target", credit_target, 0, MAX_CREDITS)
+        self._sessions.check_room(session_id)
+        pool = self._pool_for(spec, now)
+        self._pools[spec.name] = pool
+        session = Session(
+            session_id=session_id,
+            ordinal=self._sessions.next_ordinal(),
+            pool=pool,
+            engine_id=engine_id,
+            client=client,
+            pid=pid,
+            credit_target=credit_target,
+            attached_at=now,
+            last_seen=now,
+        )
+        self._sessions.add(session)
+        pool.attached += 1
+        pool.last_used = now
+        return session, self._top_up(session)
+
+    def heartbeat(self, session_id: bytes, renew_leases: Sequence[int], now: float) -> None:
+        """Keeps a session alive and extends leases by their own duration; unknown leases are skipped."""
+        session = self._sessions.get(session_id)
+        _check_range("renew_leases (count)", len(renew_leases), 0, MAX_BATCH)
+        for lease_id in renew_leases:
+            self._leases.renew(session, lease_id, now)
+        _seen(session, now)
+
+    def end_session(self, session_id: bytes, now: float) -> None:
+        """Ends a session: it can do nothing more, but keeps slots and leases until fenced()."""
+        session = self._sessions.find(session_id)
+        if session.ended:
+            return
+        session.ended = True
+        self._leases.hold(session)
+        session.pool.attached -= 1
+        session.pool.fencing += 1
+        session.pool.last_used = now
+
+    def fenced(self, session_id: bytes) -> None:
+        """Says that no process can touch an ended session's slots any more: they are free, its leases gone."""
+        session = self._sessions.find(session_id)
+        if not session.ended:
+            raise InvalidRequestError("session_id: the session is attached; end it first")
+        for lease_id in list(session.leases):
+            self._unlease(session, lease_id)
+        pool = session.pool
+        if session.held:
+            pool.give_back(pool.held_by(session.ordinal))
+        pool.fencing -= 1
+        self._sessions.remove(session)
+
+    def fencing(self) -> list[bytes]:
+        """Ids of the sessions that wait for fenced()."""
+        return [session.session_id for session in self._sessions.fencing()]
+
+    # Blocks
+
+    def match(self, session_id: bytes, keys: bytes, lease_ms: int, now: float) -> Match:
+        """Longest sealed prefix of `keys`, leased for `lease_ms` milliseconds (0: not leased)."""
+        self._check_serving()
+        session = self._sessions.get(session_id)
+        wanted = as_keys("keys", keys, 1, MAX_MATCH_KEYS)
+        _check_range("lease_ms", lease_ms, 0, MAX_LEASE_MS)
+        pool = session.pool
+        slots = pool.match(wanted)
+        lease_id = 0
+        if lease_ms and len(slots):
+            pool.lease(slots)
+            lease_id = self._leases.add(session, slots, lease_ms / 1000, now).lease_id
+        _seen(session, now)
+        return Match(slots.astype(np.uint32), pool.table.generation[slots], lease_id)
+
+    def reserve(self, session_id: bytes, count: int, now: float) -> Grant:
+        """Grants up to `count` slots beyond the session's credits; fewer, or none, when no more can be had."""
+        self._check_serving()
+        session = self._sessions.get(session_id)
+        _check_range("count", count, 1, MAX_BATCH)
+        _seen(session, now)
+        grant = self._grant(session, count)
+        session.pool.counters.denied_slots += count - len(grant)
+        return grant
+
+    def seal(
+        self,
+        session_id: bytes,
+        keys: bytes,
+        parents: bytes,
+        slots: U32Array,
+        generations: U32Array,
+        now: float,
+    ) -> Sealed:
+        """Makes written slots findable by key, all or none, and tops the session up.
+
+        parents: per entry the key of the block before; all zero for the first of a chain. One that is not
+        there (yet) is taken as none.
+        """
+        session = self._sessions.get(session_id)
+        new = as_keys("keys", keys, 1, MAX_BATCH)
+        above = as_keys("parents", parents, 1, MAX_BATCH)
+        _check_length("parents", len(above), "keys", len(new))
+        _check_length("slots", len(slots), "keys", len(new))
+        _check_length("generations", len(generations), "keys", len(new))
+        empty = np.flatnonzero(~new.any(axis=1))
+        if len(empty):
+            raise InvalidRequestError(f"keys[{empty[0]}]: all zero, which stands for no block")
+        pool = session.pool
+        at = pool.check_held(session.ordinal, slots, generations)
+        status = pool.seal(new, above, at)
+        session.held -= len(at)
+        _seen(session, now)
+        return Sealed(status, self._top_up(session))
+
+    def release(
+        self,
+        session_id: bytes,
+        lease_ids: Sequence[int],
+        slots: U32Array,
+        generations: U32Array,
+        now: float,
+    ) -> Released:
+        """Gives back leases and unused slots; leases that are gone already are skipped."""
+        session = self._sessions.get(session_id)
+        _check_range("lease_ids (count)", len(lease_ids), 0, MAX_BATCH)
+        _check_range("slots (count)", len(slots), 0, MAX_BATCH)
+        _check_length("generations", len(generations), "slots", len(slots))
+        at = session.pool.check_held(session.ordinal, slots, generations)
+        leases = sum(self._unlease(session, lease_id) for lease_id in lease_ids)
+        session.pool.give_back(at)
+        session.held -= len(at)
+        _seen(session, now)
+        return Released(leases, len(at))
+
+    # Time
+
+    def top_up(self, now: float) -> list[tuple[bytes, Grant]]:
+        """Grants what attached sessions lack to their credit target, as far as slots can be had."""
+        if self._draining:
+            return []
+        short = [session for session in self._sessions.attached() if session.held < session.credit_target]
+        grants = [(session.session_id, self._top_up(session)) for session in short]
+        return [(session_id, grant) for session_id, grant in grants if len(grant)]
+
+    def tick(self, now: float) -> list[bytes]:
+        """What time brings: leases run out, pools are kept from running full, unused ones go.
+
+        Returns the sessions that were silent for longer than the time-out; ending them is the caller's part.
+        """
+        for lease in self._leases.take_expired(now):
+            pool = lease.session.pool
+            pool.unlease(lease.slots)
+            pool.counters.expired_leases += 1
+        for pool in list(self._pools.values()):
+            if pool.idle:
+                self._remove_pool(pool)
+            else:
+                self._keep_free(pool)
+        limit = now - self._settings.session_timeout
+        return [session.session_id for session in self._sessions.attached() if session.last_seen < limit]
+
+    def drain(self) -> None:
+        """From now on attach, match and reserve raise UnavailableError, and nothing is granted."""
+        self._draining = True
+
+    # Operators
+
+    def list_pools(self) -> list[PoolRow]:
+        return [admin.pool_row(pool) for pool in self._pools.values()]
+
+    def list_sessions(self, now: float) -> list[SessionRow]:
+        return [admin.session_row(session, now) for session in self._sessions.all()]
+
+    def list_blocks(self, pool_ref: str, page_size: int, page_token: str) -> BlockPage:
+        """pool_ref: name, or at least 8 hex digits of the id. page_size 0: 100."""
+        return admin.block_page(self._find_pool(pool_ref), page_size, page_token)
+
+    def evict(self, pool_ref: str, keys: bytes, count: int, now: float) -> Evicted:
+        """Drops the named blocks with their descendants, or the `count` coldest blocks."""
+        pool = self._find_pool(pool_ref)
+        if bool(keys) == bool(count):
+            raise InvalidRequestError("keys, count: give one of them")
+        if keys:
+            return admin.evict_keys(pool, as_keys("keys", keys, 1, MAX_BATCH))
+        _check_range("count", count, 1, 2**32 - 1)
+        return admin.evict_coldest(pool, count)
+
+    def pin(self, pool_ref: str, keys: bytes) -> Pinned:
+        """Protects blocks, and with them their ancestors, from eviction."""
+        return admin.pin(self._find_pool(pool_ref), as_keys("keys", keys, 1, MAX_BATCH))
+
+    def unpin(self, pool_ref: str, keys: bytes) -> Unpinned:
+        """Undoes pin(); no keys: every pin of the pool."""
+        return admin.unpin(self._find_pool(pool_ref), as_keys("keys", keys, 0, MAX_BATCH))
+
+    def clear(self, pool_ref: str) -> Cleared:
+        """Drops every block that is not leased, of one pool or ("") of all."""
+        pools = [self._find_pool(pool_ref)] if pool_ref else list(self._pools.values())
+        done = [admin.clear(pool) for pool in pools]
+        return Cleared(sum(each.dropped for each in done), sum(each.skipped for each in done))
+
+    # Numbers
+
+    def counters(self) -> dict[str, Counters]:
+        """A copy of each pool's counters, by pool name."""
+        return {name: dataclasses.replace(pool.counters) for name, pool in self._pools.items()}
+
+    def totals(self) -> Totals:
+        """The gauges of the whole store."""
+        pools = self._pools.values()
+        attached = len(self._sessions.attached())
+        return Totals(
+            arena_bytes=self._settings.extents * self._settings.extent_bytes,
+            owned_bytes=(self._settings.extents - self._extents.free) * self._settings.extent_bytes,
+            sealed_bytes=sum(pool.sealed * pool.layout.slot_bytes for pool in pools),
+            pools=len(pools),
+            sessions=attached,
+            fencing_sessions=len(self._sessions) - attached,
+            sealed_blocks=sum(pool.sealed for pool in pools),
+            leases=len(self._leases),
+        )
+
+    # Inside
+
+    def _check_serving(self) -> None:
+        if self._draining:
+            raise UnavailableError("the store is draining: it takes no new sessions, matches or reservations")
+
+    def _pool_for(self, spec: PoolSpec, now: float) -> Pool:
+        """The pool of `spec`, a new one if there is none by that name, or an idle one of another spec."""
+        pool = self._pools.get(spec.name)
+        if pool is not None and pool.spec == spec:
+            return pool
+        if pool is not None and not pool.idle:
+            raise PoolMismatchError(
+                f"pool {spec.name!r} holds blocks of another spec: {'; '.join(spec.differences(pool.spec))}. "
+                f"Remedy: clear the pool (kvsieve clear --pool {spec.name}) with no engine attached, "
+                "or set another name (kvsieve.pool)"
+            )
+        settings = self._settings
+        layout = ExtentLayout.of(settings.extent_bytes, SlotLayout.of(spec).slot_bytes)
+        if settings.extents * layout.slots_per_extent >= 2**31:
+            raise CapacityError(
+                f"pool.planes: slots of {layout.slot_bytes} bytes give the arena more than 2^31 - 1 slots; "
+                "use larger blocks or a smaller arena"
+            )
+        if pool is not None:
+            self._remove_pool(pool)
+        quota = settings.quotas.get(spec.name, settings.pool_quota_bytes) // settings.extent_bytes
+        return Pool(spec, layout, settings.extents, min(quota or settings.extents, settings.extents), now)
+
+    def _remove_pool(self, pool: Pool) -> None:
+        for extent in list(pool.extents):
+            self._extents.release(pool, extent)
+        del self._pools[pool.spec.name]
+
+    def _find_pool(self, pool_ref: str) -> Pool:
+        pool = self._pools.get(pool_ref)
+        if pool is not None:
+            return pool
+        prefix = pool_ref.lower()
+        long_enough = len(prefix) >= _MIN_POOL_ID_DIGITS
+        found = [
+            pool for pool in self._pools.values() if long_enough and pool.pool_id.hex().startswith(prefix)
+        ]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise NotFoundError(f"pool: {pool_ref!r} fits {len(found)} pools; give more digits of the id")
+        raise NotFoundError(
+            f"pool: no pool has the name {pool_ref!r}, or an id that starts with it "
+            f"(at least {_MIN_POOL_ID_DIGITS} hex digits)"
+        )
+
+    def _grant(self, session: Session, count: int) -> Grant:
+        if self._draining or count <= 0:
+            return Grant.none()
+        self._extents.make_room(session.pool, count)
+        grant = session.pool.grant(session.ordinal, count)
+        session.held += len(grant)
+        return grant
+
+    def _top_up(self, session: Session) -> Grant:
+        return self._grant(session, session.credit_target - session.held)
+
+    def _unlease(self, session: Session, lease_id: int) -> bool:
+        lease = self._leases.take(session, lease_id)
+        if lease is None:
+            return False
+        session.pool.unlease(lease.slots)
+        return True
+
+    def _keep_free(self, pool: Pool) -> None:
+        """Evicts up to the high watermark, in steps, once the pool is below the low one and can't grow."""
+        low, high = self._settings.free_low * pool.owned, self._settings.free_high * pool.owned
+        pool.refilling = not self._extents.can_grow(pool) and pool.free < (high if pool.refilling else low)
+        if pool.refilling:
+            pool.evict(min(_TICK_EVICTIONS, int(np.ceil(high)) - pool.free))
+
+
+def _seen(session: Session, now: float) -> None:
+    session.last_seen = now
+    session.pool.last_used = now
+
+
+def _check_range(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{field}: {value} given, {low} to {high} allowed")
+
+
+def _check_length(field: str, given: int, other: str, required: int) -> None:
+    if given != required:
+        raise InvalidRequestError(f"{field}: {given} entries given, {required} required as in {other}")
