@@ -171,5 +171,6 @@ def _with_descendants(pool: Pool, blocks: SlotArray, roots: SlotArray) -> SlotAr
         reached = reached | reached[above]
         further = above[above]
         if np.array_equal(further, above):
-            return blocks[reached]
+            doomed: SlotArray = blocks[reached]
+            return doomed
         above = further

@@ -78,7 +78,10 @@ class ExtentLedger:
 
 
 def _emptiest_removable(pool: Pool) -> int | None:
-    """Of the extents without writing, leased or pinned slots (or ancestors of pinned), that with fewest blocks."""
+    """The extent with the fewest blocks, of those where nothing is writing, leased or pinned.
+
+    An ancestor of a pinned block counts as pinned.
+    """
     table = pool.table
     blocks = pool.sieve.slots()
     pinned = blocks[table.pinned[blocks] > 0]

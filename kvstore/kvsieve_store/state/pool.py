@@ -103,7 +103,7 @@ class Pool:
         return Grant(slots.astype(np.uint32), table.generation[slots])
 
     def check_held(self, ordinal: int, slots: U32Array, generations: U32Array) -> SlotArray:
-        """The slots as indices. Raises SlotNotHeldError, which names the first entry that the session can't use."""
+        """The slots as indices. Raises SlotNotHeldError, which names the first entry that is not held."""
         table = self.table
         at = as_slots(slots)
         inside = np.where(at < len(table), at, 0)
@@ -201,7 +201,7 @@ class Pool:
         return len(slots)
 
     def drop(self, slots: SlotArray) -> None:
-        """Frees named blocks, which must be sealed and not leased. Children that stay become first of a chain."""
+        """Frees named blocks, which must be sealed and not leased. Children that stay become orphans."""
         if not len(slots):
             return
         table = self.table

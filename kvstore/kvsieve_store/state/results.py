@@ -74,7 +74,7 @@ class Released:
 
 @dataclass(frozen=True)
 class Evicted:
-    """Blocks dropped; keys (or blocks of the count asked) that had to stay; keys that the pool does not have."""
+    """Blocks dropped, keys (or blocks of the count asked) that had to stay, and keys that are unknown."""
 
     evicted: int
     skipped: int

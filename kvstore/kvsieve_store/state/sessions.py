@@ -66,8 +66,8 @@ class SessionTable:
         if not self._ordinals:
             waiting = len(self.fencing())
             raise CapacityError(
-                f"sessions: {len(self._sessions)} of at most {self._limit} are there, {waiting} of them ended but "
-                "with a process that still holds the lock file; end engines, or raise the store's session limit"
+                f"sessions: {len(self._sessions)} of at most {self._limit} are there, {waiting} of them ended "
+                "but with a process that still holds the lock file; end engines first"
             )
 
     def next_ordinal(self) -> int:
@@ -87,7 +87,7 @@ class SessionTable:
         session = self._sessions.get(session_id)
         if session is None or session.ended:
             raise NotFoundError(
-                "session_id: no such session; it has ended, or the store was restarted: attach again"
+                "session_id: no such session; it has ended or the store was restarted, attach again"
             )
         return session
 

@@ -60,7 +60,7 @@ class StoreState:
         for field, quota in {"pool_quota": settings.pool_quota_bytes, **named}.items():
             if quota and quota < settings.extent_bytes:
                 raise SettingsError(
-                    f"{field}: {quota} bytes given, at least one extent ({settings.extent_bytes} bytes) required"
+                    f"{field}: {quota} bytes given, at least one extent ({settings.extent_bytes}) required"
                 )
         self._settings = settings
         self._pools: dict[str, Pool] = {}
@@ -130,7 +130,7 @@ class StoreState:
         session.pool.last_used = now
 
     def fenced(self, session_id: bytes) -> None:
-        """Says that no process can touch an ended session's slots any more: they are free, its leases gone."""
+        """Says that no process can touch an ended session's slots: they are free, its leases gone."""
         session = self._sessions.find(session_id)
         if not session.ended:
             raise InvalidRequestError("session_id: the session is attached; end it first")
@@ -164,7 +164,7 @@ class StoreState:
         return Match(slots.astype(np.uint32), pool.table.generation[slots], lease_id)
 
     def reserve(self, session_id: bytes, count: int, now: float) -> Grant:
-        """Grants up to `count` slots beyond the session's credits; fewer, or none, when no more can be had."""
+        """Grants up to `count` slots beyond the session's credits, as many as can be had."""
         self._check_serving()
         session = self._sessions.get(session_id)
         _check_range("count", count, 1, MAX_BATCH)
@@ -335,10 +335,11 @@ class StoreState:
                 f"pool.planes: slots of {layout.slot_bytes} bytes give the arena more than 2^31 - 1 slots; "
                 "use larger blocks or a smaller arena"
             )
+        quota = settings.quotas.get(spec.name, settings.pool_quota_bytes) // settings.extent_bytes
+        new = Pool(spec, layout, settings.extents, min(quota or settings.extents, settings.extents), now)
         if pool is not None:
             self._remove_pool(pool)
-        quota = settings.quotas.get(spec.name, settings.pool_quota_bytes) // settings.extent_bytes
-        return Pool(spec, layout, settings.extents, min(quota or settings.extents, settings.extents), now)
+        return new
 
     def _remove_pool(self, pool: Pool) -> None:
         for extent in list(pool.extents):
