@@ -1,0 +1,228 @@
+"""ArenaMap over plain files: where bytes lie, and who holds which lock."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kvsieve_store.client import ArenaMap, Attachment
+from kvsieve_store.errors import InvalidRequestError, UnavailableError
+from kvsieve_store.protocol.layout import HEADER_LAYERS_DONE, ExtentLayout
+
+EXTENT = 64 << 10
+LAYOUT = ExtentLayout.of(EXTENT, 8192)
+SEGMENTS = (2 * EXTENT, EXTENT, 3 * EXTENT)
+SLOTS = sum(SEGMENTS) // EXTENT * LAYOUT.slots_per_extent
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Attachment]:
+    """make() -> the attachment of a new store; make(of=attachment) -> a newer session with the same store."""
+
+    def make(of: Attachment | None = None) -> Attachment:
+        lock = tmp_path / f"session-{secrets.token_hex(4)}.lock"
+        lock.touch()
+        if of is not None:
+            return replace(of, epoch=of.epoch + 1, lock_path=str(lock))
+        home = tmp_path / secrets.token_hex(4)
+        home.mkdir()
+        for i, size in enumerate(SEGMENTS):
+            with (home / f"seg-{i}").open("wb") as file:
+                file.truncate(size)
+        return Attachment(
+            epoch=1,
+            instance=secrets.token_bytes(16),
+            pool_id=bytes(32),
+            extent_bytes=EXTENT,
+            segments=tuple((str(home / f"seg-{i}"), size) for i, size in enumerate(SEGMENTS)),
+            slot_bytes=LAYOUT.slot_bytes,
+            slots_per_extent=LAYOUT.slots_per_extent,
+            slots_offset=LAYOUT.slots_offset,
+            lock_path=str(lock),
+            store_version="0",
+        )
+
+    return make
+
+
+def arena_bytes(attachment: Attachment) -> bytes:
+    return b"".join(Path(path).read_bytes() for path, _ in attachment.segments)
+
+
+def is_locked(path: str) -> bool:
+    """Whether some process holds the lock, as the store finds out."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(slot=st.integers(0, SLOTS - 1), content=st.binary(min_size=1, max_size=100))
+def test_a_slot_is_where_the_layout_says(make: Callable[..., Attachment], slot: int, content: bytes) -> None:
+    attachment = make()
+    with ArenaMap(attachment) as arena:
+        view = arena.slot(slot)
+        assert view.shape == (LAYOUT.slot_bytes,)
+        view[: len(content)] = np.frombuffer(content, np.uint8)
+    at = LAYOUT.slot_address(slot)
+    assert arena_bytes(attachment)[at : at + len(content)] == content
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(slots=st.lists(st.integers(0, SLOTS - 1), unique=True, max_size=20))
+def test_generations_are_read_from_the_headers(make: Callable[..., Attachment], slots: list[int]) -> None:
+    with ArenaMap(make()) as arena:
+        starts = np.cumsum([0, *SEGMENTS])
+        for generation, slot in enumerate(slots, 1 << 31):
+            at = LAYOUT.header_address(slot)
+            segment = int(np.searchsorted(starts, at, side="right")) - 1
+            word = np.frombuffer(generation.to_bytes(8, "little"), np.uint8)
+            arena.segments[segment][at - starts[segment] :][:8] = word
+        expected = list(range(1 << 31, (1 << 31) + len(slots)))
+        assert [arena.generation(slot) for slot in slots] == expected
+        assert arena.generations(slots).tolist() == expected
+        assert arena.generations(slots).dtype == np.uint64
+
+
+def test_layers_done_is_a_word_per_shard(make: Callable[..., Attachment]) -> None:
+    attachment = make()
+    with ArenaMap(attachment) as arena:
+        arena.set_layers_done(SLOTS - 1, 0, 61)
+        arena.set_layers_done(SLOTS - 1, 31, 300)
+        assert [arena.layers_done(SLOTS - 1, shard) for shard in (0, 1, 31)] == [61, 0, 300]
+        assert arena.generation(SLOTS - 1) == 0
+    at = LAYOUT.header_address(SLOTS - 1) + HEADER_LAYERS_DONE
+    assert arena_bytes(attachment)[at : at + 2] == (61).to_bytes(2, "little")
+
+
+def test_two_maps_share_the_memory(make: Callable[..., Attachment]) -> None:
+    attachment = make()
+    with ArenaMap(attachment) as one, ArenaMap(make(of=attachment)) as other:
+        one.slot(3)[:] = 7
+        assert (other.slot(3) == 7).all()
+
+
+def test_another_process_maps_from_a_pickled_attachment(make: Callable[..., Attachment]) -> None:
+    attachment = make()
+    code = (
+        "import pickle, sys; from kvsieve_store.client import ArenaMap\n"
+        "ArenaMap(pickle.loads(sys.stdin.buffer.read())).slot(5)[:] = 9"
+    )
+    subprocess.run([sys.executable, "-c", code], input=pickle.dumps(attachment), check=True)
+    with ArenaMap(attachment) as arena:
+        assert (arena.slot(5) == 9).all()
+
+
+def test_the_lock_is_held_until_close(make: Callable[..., Attachment]) -> None:
+    attachment = make()
+    arena = ArenaMap(attachment)
+    assert is_locked(attachment.lock_path)
+    arena.close()
+    arena.close()
+    assert not is_locked(attachment.lock_path)
+    with pytest.raises(UnavailableError, match="closed"):
+        arena.slot(0)
+
+
+def test_views_outlive_close(make: Callable[..., Attachment]) -> None:
+    arena = ArenaMap(make())
+    view = arena.slot(0)
+    view[:] = 1
+    arena.close()
+    assert (view == 1).all()
+
+
+def test_update_within_a_store_keeps_the_mapping_and_moves_the_lock(make: Callable[..., Attachment]) -> None:
+    first = make()
+    second = make(of=first)
+    with ArenaMap(first) as arena:
+        addresses = [segment.ctypes.data for segment in arena.segments]
+        arena.update(second)
+        assert [segment.ctypes.data for segment in arena.segments] == addresses
+        assert arena.attachment == second
+        assert not is_locked(first.lock_path)
+        assert is_locked(second.lock_path)
+
+
+def test_update_to_another_store_maps_anew(make: Callable[..., Attachment]) -> None:
+    first, second = make(), make()
+    with ArenaMap(first) as arena:
+        old = arena.slot(1)
+        old[:] = 1
+        arena.update(second)
+        assert (arena.slot(1) == 0).all()
+        assert (old == 1).all()
+        arena.slot(1)[:] = 2
+    at = LAYOUT.slot_address(1)
+    assert arena_bytes(first)[at] == 1
+    assert arena_bytes(second)[at] == 2
+
+
+def test_a_failed_update_changes_nothing(make: Callable[..., Attachment]) -> None:
+    first, second = make(), make()
+    os.unlink(second.segments[2][0])
+    with ArenaMap(first) as arena:
+        arena.slot(1)[:] = 1
+        with pytest.raises(UnavailableError, match=r"seg-2 is gone"):
+            arena.update(second)
+        assert arena.attachment == first
+        assert (arena.slot(1) == 1).all()
+        assert is_locked(first.lock_path)
+        assert not is_locked(second.lock_path)
+
+
+def test_update_after_close_maps_again(make: Callable[..., Attachment]) -> None:
+    attachment = make()
+    arena = ArenaMap(attachment)
+    arena.slot(2)[:] = 4
+    arena.close()
+    with arena:
+        arena.update(make(of=attachment))
+        assert (arena.slot(2) == 4).all()
+
+
+def test_a_session_that_is_over_is_refused(make: Callable[..., Attachment]) -> None:
+    attachment = make()
+    fd = os.open(attachment.lock_path, os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(UnavailableError, match="is over"):
+        ArenaMap(attachment)
+    os.unlink(attachment.lock_path)
+    os.close(fd)
+    with pytest.raises(UnavailableError, match="is over"):
+        ArenaMap(attachment)
+
+
+def test_a_segment_of_another_size_is_refused(make: Callable[..., Attachment]) -> None:
+    attachment = make()
+    os.truncate(attachment.segments[1][0], 4096)
+    with pytest.raises(UnavailableError, match=f"4096 bytes there, {EXTENT} expected"):
+        ArenaMap(attachment)
+    assert not is_locked(attachment.lock_path)
+
+
+def test_numbers_out_of_range_are_named(make: Callable[..., Attachment]) -> None:
+    with ArenaMap(make()) as arena:
+        for slot in (-1, SLOTS):
+            with pytest.raises(InvalidRequestError, match=rf"slot: {slot} given, 0 to {SLOTS - 1} allowed"):
+                arena.slot(slot)
+            with pytest.raises(InvalidRequestError, match=rf"slot: {slot} given"):
+                arena.generations([0, slot])
+        with pytest.raises(InvalidRequestError, match="shard: 32 given, 0 to 31 allowed"):
+            arena.layers_done(0, 32)
