@@ -1,0 +1,73 @@
+"""The directory of one store's arena, and the removal of what a dead store left behind.
+
+    <mount>/kvsieve-<store>-<random>/    mode 0700
+        store.lock                       held exclusively for as long as the store lives
+        seg-000 ...                      segments
+        session-1.lock ...               one per session
+
+<store> is made from the store's first address. Two stores in two containers may have the same address and
+share the mount; only store.lock says which directory is dead.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+
+
+class ArenaDirectory:
+    """A directory that lives as long as its store."""
+
+    def __init__(self, mount: Path, store: str) -> None:
+        """Creates it. store: the store's first address."""
+        self.path = mount / f"{_prefix(store)}{secrets.token_hex(4)}"
+        # Locked before it has its name, so that nobody takes it for dead.
+        unnamed = mount / f".{self.path.name}"
+        unnamed.mkdir(mode=0o700)
+        self._fd = os.open(unnamed / "store.lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unnamed.rename(self.path)
+
+    def close(self) -> None:
+        """Unlinks everything. Memory that engines have mapped stays until they unmap it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._fd)
+
+
+def remove_stale(mount: Path, store: str) -> list[Path]:
+    """Removes the directories of dead stores of this address; returns them."""
+    removed = []
+    for path in _directories(mount, store):
+        try:
+            fd = os.open(path / "store.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(path)
+            _log.info("removed the arena of a dead store: %s", path)
+        finally:
+            os.close(fd)
+    return removed
+
+
+def _directories(mount: Path, store: str) -> Iterator[Path]:
+    for path in sorted(mount.glob(f"{_prefix(store)}*")):
+        if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.geteuid():
+            yield path
+
+
+def _prefix(store: str) -> str:
+    return f"kvsieve-{hashlib.sha256(store.encode()).hexdigest()[:12]}-"
