@@ -1,0 +1,204 @@
+"""What the services share: the state machine, the arena, the open streams, and the clock that drives them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from typing import Literal
+
+from kvsieve.v1 import store_pb2 as pb
+
+from kvsieve_store import __version__
+from kvsieve_store.arena import Arena, SessionLock
+from kvsieve_store.errors import KVSieveError, UnavailableError
+from kvsieve_store.protocol.limits import (
+    MAX_BATCH,
+    MAX_CREDITS,
+    MAX_LEASE_MS,
+    MAX_MATCH_KEYS,
+    SESSION_ID_BYTES,
+)
+from kvsieve_store.protocol.spec import PoolSpec
+from kvsieve_store.server.streams import SessionStream, credits_message
+from kvsieve_store.settings import StoreSettings
+from kvsieve_store.state import Grant, StateSettings, StoreState
+
+_log = logging.getLogger(__name__)
+
+_DRAIN_POLL_SECONDS = 0.05
+_HEARTBEATS_PER_TIMEOUT = 4
+
+
+class Core:
+    """Runs in the event loop's thread only; no method but drain() waits.
+
+    phase, prefaulted: what Admin.Status says.
+    instance: 16 random bytes, of this store process.
+    listening: addresses that are served.
+    has_fencing: set while ended sessions wait for their lock file.
+    draining: set once a drain has begun.
+    stop_requested: set when the process is to end.
+    """
+
+    def __init__(self, settings: StoreSettings, arena: Arena, stop_requested: asyncio.Event) -> None:
+        self.settings = settings
+        self.arena = arena
+        self.state = StoreState(
+            StateSettings(
+                extent_bytes=settings.extent_size,
+                extents=settings.extents,
+                pool_quota_bytes=settings.pool_quota,
+                quotas=settings.quotas,
+                session_timeout=settings.session_timeout,
+                max_sessions=settings.max_sessions,
+                free_low=settings.free_low,
+                free_high=settings.free_high,
+            )
+        )
+        self.instance = secrets.token_bytes(16)
+        self.phase: Literal["prefaulting", "ready", "draining"] = "prefaulting"
+        self.prefaulted = 0.0
+        self.listening: list[str] = []
+        self.has_fencing = asyncio.Event()
+        self.draining = asyncio.Event()
+        self.stop_requested = stop_requested
+        self._started = self.now()
+        self._streams: dict[bytes, SessionStream] = {}
+        self._locks: dict[bytes, SessionLock] = {}
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return time.monotonic()
+
+    @property
+    def uptime(self) -> float:
+        """Seconds since the start."""
+        return self.now() - self._started
+
+    def why_not_ready(self) -> str | None:
+        """Why the store serves no engines now; None when it does."""
+        if self.phase == "prefaulting":
+            return f"the store prefaults its arena: {self.prefaulted:.0%} done; try again"
+        if self.phase == "draining":
+            return "the store is draining: it is about to stop"
+        return None
+
+    # Sessions
+
+    def open_session(self, hello: pb.Hello) -> SessionStream:
+        """Attaches an engine: its stream's first message is Welcome. Raises errors of StoreState.attach."""
+        if reason := self.why_not_ready():
+            raise UnavailableError(reason)
+        spec = PoolSpec.from_proto(hello.pool)
+        session_id = secrets.token_bytes(SESSION_ID_BYTES)
+        lock = self.arena.new_session_lock()
+        try:
+            session, grant = self.state.attach(
+                spec,
+                engine_id=hello.engine_id,
+                client=hello.client,
+                pid=hello.pid,
+                credit_target=hello.credit_target,
+                session_id=session_id,
+                now=self.now(),
+            )
+        except BaseException:
+            lock.discard()
+            raise
+        stream = SessionStream(
+            session_id, session.layout, f"{hello.engine_id} (pool {spec.name}, pid {hello.pid})"
+        )
+        self._streams[session_id] = stream
+        self._locks[session_id] = lock
+        self.prepare(session_id, grant)
+        stream.send(pb.AttachResponse(welcome=self._welcome(stream, spec, lock, grant)))
+        _log.info("session %s attached: %s", stream.short_id, stream.name)
+        return stream
+
+    def end_session(self, session_id: bytes, reason: str) -> None:
+        """Ends a session and its stream. Does nothing when it has ended already."""
+        stream = self._streams.pop(session_id, None)
+        if stream is None:
+            return
+        stream.end(UnavailableError(f"the session has ended: {reason}"))
+        self.state.end_session(session_id, self.now())
+        _log.info("session %s of %s ended: %s", stream.short_id, stream.name, reason)
+        self.check_fencing()
+
+    def check_fencing(self) -> None:
+        """Lets go of the ended sessions whose lock file nobody holds any more."""
+        for session_id in self.state.fencing():
+            if self._locks[session_id].is_free():
+                del self._locks[session_id]
+                self.state.fenced(session_id)
+        if self.state.fencing():
+            self.has_fencing.set()
+        else:
+            self.has_fencing.clear()
+
+    # Grants
+
+    def prepare(self, session_id: bytes, grant: Grant) -> None:
+        """Writes the headers of granted slots; must come before the grant leaves."""
+        if len(grant.slots):
+            self.arena.write_generations(self._streams[session_id].layout, grant.slots, grant.generations)
+
+    # Time
+
+    def tick(self) -> None:
+        """Once a second: leases and sessions that ran out, eviction ahead, credits for who lacks them."""
+        now = self.now()
+        for session_id in self.state.tick(now):
+            self.end_session(session_id, f"silent for {self.settings.session_timeout:g} s")
+        for session_id, grant in self.state.top_up(now):
+            self.prepare(session_id, grant)
+            self._streams[session_id].send(pb.AttachResponse(credits=credits_message(grant)))
+
+    async def drain(self, seconds: float) -> int:
+        """Refuses new work, tells all engines, waits up to `seconds`; returns the leases left."""
+        _log.info("draining: waiting up to %g s for leases", seconds)
+        self.phase = "draining"
+        self.draining.set()
+        self.state.drain()
+        for stream in self._streams.values():
+            stream.send(pb.AttachResponse(draining=pb.Draining(deadline_ms=int(seconds * 1000))))
+        deadline = self.now() + seconds
+        while True:
+            leases = self.state.totals().leases
+            if not leases or self.now() >= deadline:
+                _log.info("drained: %d leases left", leases)
+                return leases
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+
+    def close_streams(self, error: KVSieveError) -> None:
+        """Ends all streams with an error, for the end of the process."""
+        for stream in self._streams.values():
+            stream.end(error)
+
+    def _welcome(self, stream: SessionStream, spec: PoolSpec, lock: SessionLock, grant: Grant) -> pb.Welcome:
+        timeout_ms = int(self.settings.session_timeout * 1000)
+        return pb.Welcome(
+            session_id=stream.session_id,
+            pool_id=spec.pool_id(),
+            arena=pb.Arena(
+                instance=self.instance,
+                extent_bytes=self.settings.extent_size,
+                segments=[pb.Segment(path=str(s.path), bytes=s.size) for s in self.arena.segments],
+            ),
+            slot_bytes=stream.layout.slot_bytes,
+            slots_per_extent=stream.layout.slots_per_extent,
+            slots_offset=stream.layout.slots_offset,
+            lock_path=str(lock.path),
+            heartbeat_interval_ms=max(timeout_ms // _HEARTBEATS_PER_TIMEOUT, 1),
+            session_timeout_ms=timeout_ms,
+            limits=pb.Limits(
+                max_match_keys=MAX_MATCH_KEYS,
+                max_batch=MAX_BATCH,
+                max_lease_ms=MAX_LEASE_MS,
+                max_credits=MAX_CREDITS,
+            ),
+            credits=credits_message(grant),
+            store_version=__version__,
+        )

@@ -1,0 +1,143 @@
+"""Prometheus metrics; docs/metrics.md says what each means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import grpc
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from kvsieve_store import __version__
+from kvsieve_store.server.core import Core
+
+_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
+
+
+class RpcMetrics:
+    """Calls of kvsieve.v1, by method. Attach counts when it starts and, if it fails, when it ends."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter("kvsieve_rpc_requests", "Calls received.", ["method"], registry=registry)
+        self._failures = Counter(
+            "kvsieve_rpc_failures", "Calls that failed.", ["method", "code"], registry=registry
+        )
+        self._seconds = Histogram(
+            "kvsieve_rpc_duration_seconds",
+            "Time inside the store, per call; not for Attach.",
+            ["method"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+
+    def of(self, method: str) -> tuple[Counter, Callable[[grpc.StatusCode], None], Histogram]:
+        """Requests, a function that counts a failure, and the durations of one method."""
+
+        def failed(code: grpc.StatusCode) -> None:
+            self._failures.labels(method, code.name).inc()
+
+        return self._requests.labels(method), failed, self._seconds.labels(method)
+
+
+class StateCollector(Collector):
+    """Reads the state machine when it is scraped, in the event loop's thread."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def describe(self) -> list[Metric]:
+        """Empty: registering asks for nothing yet."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._store()
+        yield from self._pools()
+        yield from self._counters()
+
+    def _store(self) -> Iterator[Metric]:
+        core, totals = self._core, self._core.state.totals()
+        info = GaugeMetricFamily("kvsieve_build_info", "1; the labels say which store.", labels=["version"])
+        info.add_metric([__version__], 1)
+        yield info
+        for name, help_text, value in (
+            ("kvsieve_ready", "1 when engines can attach.", float(core.why_not_ready() is None)),
+            ("kvsieve_prefaulted_ratio", "Share of the arena that is prefaulted.", core.prefaulted),
+            ("kvsieve_arena_bytes", "Size of the arena.", totals.arena_bytes),
+            ("kvsieve_arena_owned_bytes", "Bytes that pools own.", totals.owned_bytes),
+            ("kvsieve_arena_sealed_bytes", "Bytes in sealed blocks.", totals.sealed_bytes),
+            ("kvsieve_sessions", "Engines attached.", totals.sessions),
+            (
+                "kvsieve_fencing_sessions",
+                "Ended sessions whose lock file a process still holds.",
+                totals.fencing_sessions,
+            ),
+            ("kvsieve_leases", "Leases held.", totals.leases),
+        ):
+            yield GaugeMetricFamily(name, help_text, value=value)
+
+    def _pools(self) -> Iterator[Metric]:
+        def gauge(name: str, help_text: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(name, help_text, labels=["pool"])
+
+        owned = gauge("kvsieve_pool_owned_bytes", "Bytes of the extents that the pool owns.")
+        quota = gauge("kvsieve_pool_quota_bytes", "Most bytes that the pool may own.")
+        sealed = gauge("kvsieve_pool_sealed_bytes", "Bytes in the pool's sealed blocks.")
+        sessions = gauge("kvsieve_pool_sessions", "Engines attached to the pool.")
+        blocks = GaugeMetricFamily(
+            "kvsieve_pool_blocks",
+            "Slots free, writing or sealed; leased and pinned are among the sealed.",
+            labels=["pool", "state"],
+        )
+        for row in self._core.state.list_pools():
+            pool = [row.name]
+            owned.add_metric(pool, row.owned_bytes)
+            quota.add_metric(pool, row.quota_bytes)
+            sealed.add_metric(pool, row.sealed_blocks * row.slot_bytes)
+            sessions.add_metric(pool, row.sessions)
+            for state, number in (
+                ("free", row.free_slots),
+                ("writing", row.writing_slots),
+                ("sealed", row.sealed_blocks),
+                ("leased", row.leased_blocks),
+                ("pinned", row.pinned_blocks),
+            ):
+                blocks.add_metric([row.name, state], number)
+        yield from (owned, quota, sealed, sessions, blocks)
+
+    def _counters(self) -> Iterator[Metric]:
+        families = {
+            field: CounterMetricFamily(f"kvsieve_{field}", help_text, labels=["pool"])
+            for field, help_text in _COUNTERS.items()
+        }
+        for pool, counters in self._core.state.counters().items():
+            for field, family in families.items():
+                family.add_metric([pool], getattr(counters, field))
+        yield from families.values()
+
+
+_COUNTERS = {
+    "matched_blocks": "Keys that matches found.",
+    "missed_blocks": "Keys asked beyond what matched.",
+    "sealed_blocks": "Blocks sealed.",
+    "duplicate_blocks": "Blocks sealed that were there already.",
+    "evicted_blocks": "Blocks dropped to make room or by an operator's evict.",
+    "cleared_blocks": "Blocks dropped by an operator's clear.",
+    "granted_slots": "Slots granted.",
+    "denied_slots": "Slots asked for that could not be granted.",
+    "expired_leases": "Leases that ran out before they were given back.",
+}
+"""Fields of state.Counters."""
+
+
+def registry_of(core: Core) -> CollectorRegistry:
+    """A registry with everything but the RPC metrics."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StateCollector(core))
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    return registry
