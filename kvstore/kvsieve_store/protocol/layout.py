@@ -12,10 +12,11 @@ compares it before and after the copy: equal means that the bytes are the block'
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvsieve_store.errors import CapacityError
-from kvsieve_store.protocol.spec import PoolSpec
+from kvsieve_store.protocol.spec import Plane, PoolSpec
 
 SLOT_ALIGN = 4096
 SHARD_ALIGN = 256
@@ -42,9 +43,13 @@ class SlotLayout:
 
     @staticmethod
     def of(spec: PoolSpec) -> SlotLayout:
+        return SlotLayout.of_planes(spec.planes)
+
+    @staticmethod
+    def of_planes(spec_planes: Sequence[Plane]) -> SlotLayout:
         at = 0
         planes = []
-        for plane in spec.planes:
+        for plane in spec_planes:
             shards = []
             for _ in range(plane.shards):
                 at = align(at, SHARD_ALIGN)

@@ -1,0 +1,245 @@
+"""Copies on a CUDA worker: batches of DMA copies on streams of their own, from and to the registered arena.
+
+The arena is registered with CUDA (pinned) segment by segment on a thread, because pinning takes long; until
+that is done, saves fail and loads are refused, which costs only misses.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.logger import init_logger
+
+from kvsieve_connector.copy.base import CopyEngine, LayerPages, LoadResult
+
+if TYPE_CHECKING:
+    from kvsieve_store.client import ArenaMap
+
+    from kvsieve_connector.metadata import BlockPages, LoadOrder, SaveOrder
+
+logger = init_logger("vllm.kvsieve")
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Layers whose pages lie one after another both in a block of the paged cache and in a slot.
+
+    start: address of block 0's page of the first layer. stride: bytes between blocks. size: bytes of the run.
+    """
+
+    start: int
+    stride: int
+    size: int
+    offset: int
+    group: int
+    pages: int
+
+
+@dataclass(slots=True)
+class _Save:
+    orders: list[SaveOrder]
+    done: torch.cuda.Event
+
+
+@dataclass(slots=True)
+class _Load:
+    order: LoadOrder
+    copied: int
+    begun: torch.cuda.Event
+    done: torch.cuda.Event
+
+
+def runs_of(layers: list[LayerPages]) -> list[_Run]:
+    """Layers merged into runs: with a block-outermost layout, one per KV group; else one per layer."""
+    runs: list[_Run] = []
+    for layer in layers:
+        start, stride, size = layer.view.data_ptr(), layer.view.stride(0), layer.page_bytes
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and layer.pages == last.pages == 1
+            and (layer.group, stride) == (last.group, last.stride)
+            and start == last.start + last.size
+            and layer.offset == last.offset + last.size
+        ):
+            runs[-1] = _Run(last.start, stride, last.size + size, last.offset, last.group, 1)
+        else:
+            runs.append(_Run(start, stride, size, layer.offset, layer.group, layer.pages))
+    return runs
+
+
+class CudaCopyEngine(CopyEngine):
+    """Blocks are copied whole, after the forward: full CUDA graphs run no layer hooks."""
+
+    def __init__(self, layers: list[LayerPages], shard: int) -> None:
+        super().__init__(layers, shard)
+        self._device = layers[0].view.device
+        self._load_runs, self._save_runs = runs_of(layers), runs_of(self.written)
+        low, _ = torch.cuda.Stream.priority_range()
+        self._save_stream = torch.cuda.Stream(self._device, priority=low)
+        self._load_stream = torch.cuda.Stream(self._device, priority=low)
+        self._arena: ArenaMap | None = None
+        self._registration: _Registration | None = None
+        self._saves: list[_Save] = []
+        self._loads: list[_Load] = []
+        self._refused: list[LoadResult] = []
+
+    @property
+    def ready(self) -> bool:
+        return self._registration is not None and self._registration.done
+
+    def use(self, arena: ArenaMap | None) -> None:
+        instance = arena.attachment.instance if arena is not None else None
+        if self._registration is not None and self._registration.instance != instance:
+            self._registration.undo()
+            self._registration = None
+        self._arena = arena
+        if arena is not None and self._registration is None:
+            self._registration = _Registration(arena, self._device)
+
+    def drain(self) -> None:
+        self._save_stream.synchronize()
+        self._load_stream.synchronize()
+
+    def save_layer(self, index: int, orders: list[SaveOrder]) -> int:
+        return 0
+
+    def finish_saves(self, orders: list[SaveOrder], done_layers: int) -> int:
+        assert self._arena is not None
+        sources, targets, sizes = self._ranges(
+            self._save_runs, [(order.slot, order.pages) for order in orders]
+        )
+        self._save_stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._save_stream):
+            _copy(sources, targets, sizes)
+            done = torch.cuda.Event()
+            done.record()
+        self._saves.append(_Save(orders, done))
+        return sum(sizes)
+
+    def saved(self) -> list[int]:
+        jobs: list[int] = []
+        while self._saves and self._saves[0].done.query():
+            for order in self._saves.pop(0).orders:
+                if self._arena is not None:
+                    self._arena.set_layers_done(order.slot, self.shard, len(self.written))
+                jobs.append(order.job)
+        return jobs
+
+    def start_load(self, order: LoadOrder) -> None:
+        assert self._arena is not None
+        if self._arena.attachment.instance != order.instance or not self._intact(order):
+            self._refused.append(LoadResult(order.req_id, False, 0, 0.0, 0))
+            return
+        blocks = [(ref.slot, pages) for ref, pages in zip(order.refs, order.pages, strict=True)]
+        targets, sources, sizes = self._ranges(self._load_runs, blocks)
+        # Blocks that were just freed may still be read or written by what is queued.
+        self._load_stream.wait_stream(torch.cuda.current_stream(self._device))
+        begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self._load_stream):
+            begun.record()
+            _copy(sources, targets, sizes)
+            done.record()
+        self._loads.append(_Load(order, sum(sizes), begun, done))
+
+    def loaded(self) -> list[LoadResult]:
+        results, self._refused = self._refused, []
+        while self._loads and self._loads[0].done.query():
+            load = self._loads.pop(0)
+            seconds = load.begun.elapsed_time(load.done) / 1000
+            ok = self._intact(load.order)
+            results.append(LoadResult(load.order.req_id, ok, load.copied, seconds, len(load.order.refs)))
+        return results
+
+    def before_forward(self) -> None:
+        """The next forward may write to blocks that a save still reads: it waits on the device."""
+        if self._saves:
+            torch.cuda.current_stream(self._device).wait_event(self._saves[-1].done)
+
+    def close(self) -> None:
+        self.drain()
+        self.use(None)
+
+    def _intact(self, order: LoadOrder) -> bool:
+        """Whether the slots still hold what was matched."""
+        assert self._arena is not None
+        found = self._arena.generations([ref.slot for ref in order.refs])
+        return bool(found.tolist() == [ref.generation for ref in order.refs])
+
+    def _ranges(
+        self, runs: list[_Run], blocks: list[tuple[int, BlockPages]]
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Addresses in the paged cache, addresses in the arena, and sizes, of every run of every block."""
+        assert self._arena is not None
+        device, host, sizes = [], [], []
+        for slot, pages in blocks:
+            base = self._arena.address(slot)
+            for run in runs:
+                at = base + run.offset
+                for page in pages[run.group]:
+                    if page:  # 0: out of a sliding window, nobody reads it
+                        device.append(run.start + page * run.stride)
+                        host.append(at)
+                        sizes.append(run.size)
+                    at += run.size
+        return device, host, sizes
+
+
+class _Registration:
+    """Pins the arena's segments for one CUDA device, on a thread."""
+
+    def __init__(self, arena: ArenaMap, device: torch.device) -> None:
+        self.instance = arena.attachment.instance
+        self.done = False
+        self._segments = list(arena.segments)
+        self._pinned: list[int] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(device,), name="kvsieve-pin", daemon=True)
+        self._thread.start()
+
+    def undo(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        for pointer in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(pointer)
+        self._pinned.clear()
+
+    def _run(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+        started = time.monotonic()
+        for number, segment in enumerate(self._segments, 1):
+            if self._stop.is_set():
+                return
+            pointer = int(segment.ctypes.data)
+            error = torch.cuda.cudart().cudaHostRegister(pointer, segment.nbytes, 0)
+            if int(error) != 0:
+                logger.error(
+                    "kvsieve: pinning segment %d of %d (%d MiB) failed with CUDA error %s; blocks are "
+                    "neither saved nor loaded. Is the memlock limit too low? 'kvsieve doctor' tells",
+                    number,
+                    len(self._segments),
+                    segment.nbytes >> 20,
+                    error,
+                )
+                return
+            self._pinned.append(pointer)
+        self.done = True
+        total = sum(segment.nbytes for segment in self._segments)
+        logger.info(
+            "kvsieve: pinned %.1f GiB of the arena in %.1f s", total / 2**30, time.monotonic() - started
+        )
+
+
+def _copy(sources: list[int], targets: list[int], sizes: list[int]) -> None:
+    """One driver call for all, on the current stream."""
+    if sources:
+        ops.swap_blocks_batch(
+            torch.tensor(sources, dtype=torch.int64),
+            torch.tensor(targets, dtype=torch.int64),
+            torch.tensor(sizes, dtype=torch.int64),
+        )

@@ -1,0 +1,59 @@
+"""The connector's settings: `kv_connector_extra_config`, keys prefixed `kvsieve.`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+PREFIX = "kvsieve."
+
+
+class ConnectorSettings(BaseModel):
+    """One field per key; `kvsieve.match_timeout_ms` is `match_timeout_ms` here."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Literal["cache"] = "cache"
+    """How KV is used. "sparse" comes later."""
+
+    endpoint: str = "unix:///run/kvsieve/kvsieve.sock"
+    """Where the store listens: unix:///path or host:port."""
+
+    pool: str | None = None
+    """Name of the pool. Default: the model's name."""
+
+    connect_timeout_ms: int = Field(default=2_000, ge=0, le=60_000)
+    """How long the engine's start waits for the store. Past it, serving starts without."""
+
+    match_timeout_ms: int = Field(default=250, ge=1, le=60_000)
+    """How long a request waits for the answer to its match before it is computed without."""
+
+    credits: int | None = Field(default=None, ge=1, le=16_384)
+    """Slots kept granted ahead. Default: two steps' worth of full blocks."""
+
+    save_decode: bool = True
+    """Whether blocks that fill while decoding are saved too, or only those of the prompt."""
+
+
+def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
+    """Settings from `kv_connector_extra_config`; keys of others (without the prefix) are left alone.
+
+    Raises ValueError, which names each bad key and, where one is close, the key that was meant.
+    """
+    known = ConnectorSettings.model_fields
+    given = {k.removeprefix(PREFIX): v for k, v in extra.items() if k.startswith(PREFIX)}
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {PREFIX}{near[0]}?" if near else ""
+            raise ValueError(f"kv_connector_extra_config: unknown key {PREFIX}{key}{hint}")
+    try:
+        return ConnectorSettings(**given)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{PREFIX}{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()
+        )
+        raise ValueError(f"kv_connector_extra_config: {problems}") from None

@@ -1,0 +1,83 @@
+"""What the connector counts, for vLLM's log line and its Prometheus endpoint (docs/metrics.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+COUNTERS = {
+    "asked_blocks": "Blocks of prompts that the store was asked for",
+    "matched_blocks": "Blocks that the store had and that were loaded or are being loaded",
+    "loaded_blocks": "Blocks copied from the arena to the paged cache",
+    "loaded_bytes": "Bytes copied from the arena to the paged cache, by all ranks",
+    "load_seconds": "Time spent copying from the arena to the paged cache, by all ranks",
+    "failed_loads": "Loads that failed and were recomputed, counted by each rank that failed",
+    "saved_blocks": "Blocks that were sealed in the store",
+    "saved_bytes": "Bytes copied from the paged cache to the arena, by all ranks",
+    "save_seconds": "Time spent copying from the paged cache to the arena, by all ranks",
+    "duplicate_blocks": "Blocks that another engine had sealed first",
+    "skipped_saves": "Blocks that were not saved at first because no slot was free",
+    "failed_saves": "Blocks that were written but could not be sealed",
+    "match_timeouts": "Requests computed without the store because it answered too late",
+    "store_losses": "Times that the connection to the store was lost",
+}
+
+
+@dataclass
+class KVSieveStats(KVConnectorStats):
+    """Counts since the last report. `data` maps names of COUNTERS to numbers; absent means 0."""
+
+    def add(self, **amounts: float) -> None:
+        for name, amount in amounts.items():
+            self.data[name] = self.data.get(name, 0) + amount
+
+    def take(self) -> KVSieveStats | None:
+        """The counts so far, and starts again from zero; None when there is nothing to tell."""
+        if self.is_empty():
+            return None
+        taken = KVSieveStats(self.data)
+        self.reset()
+        return taken
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVSieveStats:
+        self.add(**other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the log line: counts as they are, bytes also as a rate of the copies."""
+        result = {f"kvsieve_{name}": value for name, value in self.data.items() if value}
+        for way in ("load", "save"):
+            seconds = self.data.get(f"{way}_seconds", 0)
+            if seconds:
+                rate = self.data.get(f"{'loaded' if way == 'load' else 'saved'}_bytes", 0) / seconds
+                result[f"kvsieve_{way}_gb_per_second"] = round(rate / 1e9, 2)
+        return result
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+class KVSievePromMetrics(KVConnectorPromMetrics):
+    """`vllm:kvsieve_<name>_total`, one counter per name of COUNTERS."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._per_engine: dict[str, dict[int, Counter]] = {}
+        for name, text in COUNTERS.items():
+            counter = self._counter_cls(
+                name=f"vllm:kvsieve_{name}", documentation=f"{text}.", labelnames=self._labelnames
+            )
+            self._per_engine[name] = {
+                engine: counter.labels(*values) for engine, values in self.per_engine_labelvalues.items()
+            }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.items():
+            if value and name in self._per_engine:
+                self._per_engine[name][engine_idx].inc(value)
