@@ -1,0 +1,180 @@
+"""StoreSettings: where values come from, which one wins, and what a bad one is told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvsieve_store.addresses import TcpAddress, UnixAddress, parse_address
+from kvsieve_store.errors import SettingsError
+from kvsieve_store.settings import StoreSettings, default_socket, load
+
+
+def from_env(**environ: str) -> StoreSettings:
+    return load({}, None, {f"KVSIEVE_{name}": value for name, value in environ.items()})
+
+
+def refusal(flags: Mapping[str, Any] = {}, environ: Mapping[str, str] = {}, file: Path | None = None) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load(flags, file, environ)
+    return str(caught.value)
+
+
+def test_defaults() -> None:
+    settings = load({}, None, {"XDG_RUNTIME_DIR": "/run/user/1"})
+    assert settings.pool_size == 8 << 30
+    assert settings.extents == 128
+    assert settings.listen == (f"unix://{default_socket({'XDG_RUNTIME_DIR': '/run/user/1'})}",)
+    assert settings.http_address == TcpAddress("127.0.0.1", 9317)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GiB", 8 << 30),
+        ("30gb", 30_000_000_000),
+        ("10Gi", 10 << 30),
+        ("8G", 8 * 10**9),
+        ("1073741824", 1 << 30),
+    ],
+)
+def test_sizes_have_suffixes(text: str, size: int) -> None:
+    assert from_env(POOL_SIZE=text).pool_size == size
+
+
+def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "store.yaml"
+    file.write_text("free_low: 0.01\nfree_high: 0.3\npool_size: 1GiB\nsession_timeout: 7\n")
+    settings = load(
+        {"pool-size": "3GiB", "free_high": None},
+        file,
+        {"KVSIEVE_POOL_SIZE": "2GiB", "KVSIEVE_FREE_HIGH": "0.2"},
+    )
+    assert (settings.pool_size, settings.free_high, settings.free_low) == (3 << 30, 0.2, 0.01)
+    assert settings.session_timeout == 7
+    assert settings.log_level == "info"
+
+
+def test_lists_and_maps_from_every_source(tmp_path: Path) -> None:
+    file = tmp_path / "store.yaml"
+    file.write_text("listen: ['unix:///tmp/a.sock', '127.0.0.1:7000']\nquotas: {a: 1GiB, b: 2GiB}\n")
+    quotas = {"a": 1 << 30, "b": 2 << 30}
+    assert load({}, file, {}).addresses == (UnixAddress(Path("/tmp/a.sock")), TcpAddress("127.0.0.1", 7000))
+    assert load({}, file, {}).quotas == quotas
+    assert from_env(LISTEN="unix:///tmp/a.sock, localhost:7000").listen == (
+        "unix:///tmp/a.sock",
+        "localhost:7000",
+    )
+    assert from_env(QUOTAS="a=1GiB,b=2GiB").quotas == quotas
+    assert from_env(QUOTAS='{"a": "1GiB", "b": "2GiB"}').quotas == quotas
+    assert load({"quotas": ["a=1GiB", "b=2GiB"]}, None, {}).quotas == quotas
+
+
+def test_unknown_names_are_refused_with_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "store.yaml"
+    file.write_text("poolsize: 1GiB\n")
+    assert refusal(file=file) == f"poolsize in {file}: no such setting; the nearest is pool_size"
+    assert refusal(environ={"KVSIEVE_POOLSIZE": "1"}).endswith("the nearest is KVSIEVE_POOL_SIZE")
+    assert (
+        refusal({"sesion-timeout": 1})
+        == "--sesion-timeout: no such setting; the nearest is --session-timeout"
+    )
+
+
+def test_variables_that_are_not_settings_of_the_store_are_left_alone() -> None:
+    """Those of the CLI, and those that Kubernetes makes from a Service that is called kvsieve."""
+    from_env(
+        CONFIG="store.yaml",
+        ENDPOINT="unix:///x",
+        SERVICE_HOST="10.0.0.1",
+        SERVICE_PORT="9317",
+        SERVICE_PORT_HTTP="9317",
+        PORT="tcp://10.0.0.1:9317",
+        PORT_9317_TCP="tcp://10.0.0.1:9317",
+        METRICS_PORT_9317_TCP_ADDR="10.0.0.1",
+    )
+
+
+def test_every_bad_value_is_named_with_its_source(tmp_path: Path) -> None:
+    file = tmp_path / "store.yaml"
+    file.write_text("free_low: 7\nlog_level: loud\n")
+    lines = refusal({"pool_size": "much"}, {"KVSIEVE_NUMA_NODE": "left"}, file).splitlines()
+    assert len(lines) == 4
+    for label in (
+        "--pool-size: 'much'",
+        "KVSIEVE_NUMA_NODE: 'left'",
+        "free_low in .*: 7",
+        "log_level in .*: 'loud'",
+    ):
+        assert any(re.match(label + " given: ", line) for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"segment_size": "1MiB"}, "--segment-size: 1048576 bytes given, a multiple of extent_size"),
+        ({"extent_size": "5000"}, "--extent-size: 5000 bytes given, a multiple of 4096"),
+        ({"extent_size": "0"}, "--extent-size: 0 bytes given"),
+        ({"pool_size": "1MiB"}, "--pool-size: 1048576 bytes given, at least one extent"),
+        ({"pool_quota": "1MiB"}, "--pool-quota: 1048576 bytes given, at least one extent"),
+        ({"quotas": ["a=1MiB"]}, "quotas[a]: 1048576 bytes given, at least one extent"),
+        ({"quotas": ["a"]}, "--quotas: ['a'] given: 'a': expected NAME=SIZE"),
+        ({"free_low": 0.5}, "--free-low: 0.5 given, at most free_high (0.05)"),
+        ({"listen": ["0.0.0.0:7000"]}, "--listen: tcp://0.0.0.0:7000 is not a loopback address"),
+        ({"listen": ["unix:relative"]}, "--listen: 'unix:relative': a unix socket needs an absolute path"),
+        ({"listen": [f"unix:///{'x' * 108}"]}, "--listen: "),
+        ({"listen": []}, "--listen: [] given"),
+        ({"http": "nowhere"}, "--http: 'nowhere': expected"),
+        ({"http": "unix:///tmp/x"}, "--http: 'unix:///tmp/x' given, host:port required"),
+        ({"session_timeout": 0}, "--session-timeout: 0 given"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(flags: dict[str, Any], message: str) -> None:
+    assert refusal(flags).startswith(message)
+
+
+def test_tcp_beyond_loopback_must_be_asked_for() -> None:
+    flags = {"listen": ["0.0.0.0:7000"], "allow_insecure_tcp": True}
+    assert load(flags, None, {}).addresses == (TcpAddress("0.0.0.0", 7000),)
+
+
+@pytest.mark.parametrize("content", ["- a\n- b\n", "just text", "a: [", "\x00"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "store.yaml"
+    file.write_text(content)
+    assert refusal(file=file).startswith(f"{file}: ")
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    assert refusal(file=tmp_path / "none.yaml") == f"{tmp_path / 'none.yaml'}: No such file or directory"
+
+
+def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "store.yaml"
+    file.write_text("")
+    assert load({}, file, {}) == load({}, None, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("unix:///run/a.sock", UnixAddress(Path("/run/a.sock"))),
+        ("unix:/run/a.sock", UnixAddress(Path("/run/a.sock"))),
+        ("tcp://localhost:80", TcpAddress("localhost", 80)),
+        ("[::1]:80", TcpAddress("::1", 80)),
+    ],
+)
+def test_addresses(text: str, address: UnixAddress | TcpAddress) -> None:
+    assert parse_address(text) == address
+    assert parse_address(str(address)) == address
+
+
+@pytest.mark.parametrize(
+    "text", ["", "unix:", "unix:///", "host", "host:", "host:66000", ":80", "a b:80", "::1:80"]
+)
+def test_no_addresses(text: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        parse_address(text)
