@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Callable, Coroutine
 
 from kvsieve_store.errors import KVSieveError
 from kvsieve_store.server import logs
@@ -14,20 +15,30 @@ from kvsieve_store.settings import StoreSettings
 _log = logging.getLogger(__name__)
 
 
-def run(settings: StoreSettings) -> int:
+Companion = Callable[[Store], Coroutine[None, None, None]]
+"""Runs beside a store that has started, and is cancelled when the store ends: the face on a terminal."""
+
+
+def run(settings: StoreSettings, companion: Companion | None = None) -> int:
     """Serves until SIGTERM, SIGINT or a drain. Exit code: 0, or 1 when the store could not start."""
     logs.configure(settings.log_level, settings.log_format)
-    return asyncio.run(_serve(settings))
+    return asyncio.run(_serve(settings, companion))
 
 
-async def _serve(settings: StoreSettings) -> int:
+async def _serve(settings: StoreSettings, companion: Companion | None) -> int:
     store = Store(settings)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, store.request_stop)
     try:
         async with store:
-            await store.wait_until_stop()
+            beside = asyncio.create_task(companion(store)) if companion else None
+            try:
+                await store.wait_until_stop()
+            finally:
+                if beside:
+                    beside.cancel()
+                    await asyncio.wait([beside])
     except KVSieveError as error:
         _log.error("%s", error)
         return 1

@@ -1,0 +1,1 @@
+"""The `kvsieve` command: the store process, and what operators ask of it."""

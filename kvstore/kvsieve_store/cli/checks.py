@@ -1,0 +1,187 @@
+"""What `doctor` looks at. Each check says what it found and, when that is not well, what to do.
+
+A check takes the environment as arguments, so that it can be tried on another.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import resource
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from kvsieve_store.addresses import UnixAddress, parse_address
+from kvsieve_store.arena.capacity import check_hugetlbfs, check_tmpfs, huge_page_bytes
+from kvsieve_store.cli.output import size
+from kvsieve_store.client.admin import AdminClient
+from kvsieve_store.errors import CapacityError, KVSieveError
+from kvsieve_store.settings import StoreSettings
+
+VLLM_MIN, VLLM_BELOW = (0, 32), (0, 35)
+"""Supported versions of vLLM: from the first, below the second."""
+
+PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "kvsieve"
+
+Version = Callable[[str], str]
+"""Installed version of a distribution; raises PackageNotFoundError. As importlib.metadata.version."""
+
+
+class Level(StrEnum):
+    """How bad a finding is."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. advice: empty when there is nothing to do."""
+
+    check: str
+    level: Level
+    found: str
+    advice: str = ""
+
+
+def store(endpoint: str) -> Finding:
+    """Whether a store answers there, and if not, why."""
+    start = f"start one: kvsieve serve --listen {endpoint}"
+    try:
+        address = parse_address(endpoint)
+    except ValueError as error:
+        return Finding("store", Level.FAIL, str(error), "give --endpoint unix:///path or host:port")
+    if isinstance(address, UnixAddress):
+        try:
+            mode = address.path.stat().st_mode
+        except FileNotFoundError:
+            return Finding("store", Level.WARN, f"no socket at {address.path}: no store runs there", start)
+        except OSError as error:
+            return Finding("store", Level.FAIL, f"{address.path}: {error.strerror}", _rights(address.path))
+        if not stat.S_ISSOCK(mode):
+            return Finding("store", Level.FAIL, f"{address.path} is not a socket", "remove it")
+        if not os.access(address.path, os.R_OK | os.W_OK):
+            return Finding("store", Level.FAIL, f"no right to use {address.path}", _rights(address.path))
+    try:
+        with AdminClient(endpoint) as client:
+            status = client.status()
+    except KVSieveError as error:
+        return Finding("store", Level.FAIL, str(error), start)
+    found = f"{status.state}, version {status.version}, {size(status.arena_bytes)} arena at {endpoint}"
+    return Finding("store", Level.OK if status.state == "ready" else Level.WARN, found)
+
+
+def _rights(path: Path) -> str:
+    return f"run as the user who runs the store (see ls -l {path.parent}); the socket is its alone"
+
+
+def memory(settings: StoreSettings, running: bool) -> Finding:
+    """Room for the arena: the mount, the host's memory, and the memory limits of the cgroups."""
+    needed = settings.pool_size
+    if running:
+        return Finding("memory", Level.OK, "the running store has its arena already")
+    try:
+        if settings.hugepages is not None:
+            check_hugetlbfs(settings.hugepages, needed, huge_page_bytes(settings.hugepages))
+        else:
+            check_tmpfs(settings.shm_dir, needed)
+    except CapacityError as error:
+        found, _, advice = str(error).partition("; ")
+        return Finding("memory", Level.FAIL, found, advice)
+    except OSError as error:
+        return Finding("memory", Level.FAIL, f"{error.filename}: {error.strerror}", "give another --shm-dir")
+    where = settings.hugepages or settings.shm_dir
+    return Finding("memory", Level.OK, f"an arena of {size(needed)} fits {where}, the host and its cgroups")
+
+
+def memlock(needed: int, limit: int | None = None) -> Finding:
+    """RLIMIT_MEMLOCK against the arena, which RDMA registers in full."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    if limit == resource.RLIM_INFINITY:
+        return Finding("memlock", Level.OK, "unlimited")
+    if limit >= needed:
+        return Finding("memlock", Level.OK, size(limit))
+    return Finding(
+        "memlock",
+        Level.WARN,
+        f"{size(limit)}, less than an arena of {size(needed)}; only RDMA needs it",
+        "raise it for RDMA: ulimit -l unlimited, LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1",
+    )
+
+
+def hugepages(wanted: Path | None, sys: Path = Path("/sys")) -> Finding:
+    """Huge pages that are reserved. The arena uses them only when --hugepages names a mount."""
+    found = []
+    for folder in sorted((sys / "kernel/mm/hugepages").glob("hugepages-*kB")):
+        total, free = ((folder / name).read_text().strip() for name in ("nr_hugepages", "free_hugepages"))
+        if int(total):
+            found.append(f"{total} of {folder.name.removeprefix('hugepages-')}, {free} free")
+    if found or wanted is None:
+        return Finding("hugepages", Level.OK, "; ".join(found) or "none reserved, and none asked for")
+    return Finding(
+        "hugepages", Level.FAIL, f"none reserved, and --hugepages {wanted} needs them", "set vm.nr_hugepages"
+    )
+
+
+def numa(node: int | None, sys: Path = Path("/sys")) -> Finding:
+    """NUMA nodes, and whether the arena is bound to one."""
+    nodes = sorted(int(f.name[4:]) for f in (sys / "devices/system/node").glob("node[0-9]*"))
+    if node is not None and node not in nodes:
+        listed = ", ".join(map(str, nodes)) or "none"
+        return Finding("numa", Level.FAIL, f"no node {node}; there are: {listed}", "give another --numa-node")
+    if node is not None:
+        return Finding("numa", Level.OK, f"arena bound to node {node} of {len(nodes)}")
+    if len(nodes) > 1:
+        advice = "bind the arena to the GPU's node (nvidia-smi topo -m): kvsieve serve --numa-node N"
+        return Finding("numa", Level.WARN, f"{len(nodes)} nodes, and the arena may lie on any", advice)
+    return Finding("numa", Level.OK, "one node")
+
+
+def vllm(version: Version = importlib.metadata.version) -> Finding:
+    """Installed version of vLLM, by its metadata: it is not imported."""
+    supported = f">={_dotted(VLLM_MIN)},<{_dotted(VLLM_BELOW)}"
+    try:
+        installed = version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        advice = "fine for a host that only runs the store; else run doctor in the engine's environment"
+        return Finding("vllm", Level.WARN, "not installed in this environment", advice)
+    numbers = tuple(int(n) for n in installed.split("+")[0].split(".")[:2] if n.isdigit())
+    if VLLM_MIN <= numbers < VLLM_BELOW:
+        return Finding("vllm", Level.OK, installed)
+    return Finding(
+        "vllm", Level.FAIL, f"{installed}; {supported} supported", f"pip install 'vllm{supported}'"
+    )
+
+
+def _dotted(version: Iterable[int]) -> str:
+    return ".".join(map(str, version))
+
+
+def plugin(environ: Mapping[str, str], names: Iterable[str] | None = None) -> Finding:
+    """The entry point through which vLLM loads the connector. names: plugins that are installed."""
+    if names is None:
+        names = [entry.name for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP)]
+    if PLUGIN not in names:
+        return Finding("plugin", Level.FAIL, f"{PLUGIN} is not among {PLUGIN_GROUP}", "install kvsieve anew")
+    allowed = environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        advice = f"add {PLUGIN} to VLLM_PLUGINS, or unset it"
+        return Finding("plugin", Level.FAIL, f"VLLM_PLUGINS={allowed!r} leaves {PLUGIN} out", advice)
+    return Finding("plugin", Level.OK, f"{PLUGIN} is in {PLUGIN_GROUP}")
+
+
+def hashes(environ: Mapping[str, str]) -> Finding:
+    """PYTHONHASHSEED: it seeds vLLM's block hashes, so all engines of a pool must have the same."""
+    seed = environ.get("PYTHONHASHSEED")
+    if seed is None:
+        found = "PYTHONHASHSEED not set: same keys in every engine with vLLM's default, sha256"
+        return Finding("hashes", Level.OK, found)
+    if seed == "random":
+        advice = "unset it, or set the same number for every engine"
+        return Finding("hashes", Level.WARN, "PYTHONHASHSEED=random", advice)
+    found = f"PYTHONHASHSEED={seed}: engines share blocks only with others that have the same"
+    return Finding("hashes", Level.OK, found)
