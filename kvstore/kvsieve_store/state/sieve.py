@@ -7,7 +7,6 @@ import numpy as np
 from kvsieve_store.state.arrays import I32Array, SlotArray
 from kvsieve_store.state.slots import SlotTable
 
-_MIN_WINDOW = 512
 _MAX_WINDOW = 65_536
 _MIN_LENGTH = 1024
 
@@ -25,10 +24,13 @@ class Sieve:
     what the hand has yet to pass. This is why a whole window can be judged in one vectorised step.
 
     The order is an array of slot + 1, in which blocks that went leave zeros; it is compacted when full.
+
+    window: fewest places that are judged in one step; matters for speed alone.
     """
 
-    def __init__(self, table: SlotTable) -> None:
+    def __init__(self, table: SlotTable, window: int = 512) -> None:
         self._table = table
+        self._window = window
         self._order: I32Array = np.zeros(_MIN_LENGTH, np.int32)
         self._end = 0
         self._hand = 0
@@ -77,39 +79,45 @@ class Sieve:
         victims: list[int] = []
         if count > 0 and self._count and not self._stuck:
             self._climb = self._ascend(self._climb, count, victims)
+            self._take_out(np.array(victims, np.intp))
+            self._sweep(count, victims)
             if len(victims) < count:
-                self._sweep(count, victims)
-            self._stuck = len(victims) < count
-        slots = np.array(victims, np.intp)
-        self._take_out(slots)
-        return slots
+                self._stuck = True
+                self._hand = 0  # no bit is set any more: the oldest comes first again
+        return np.array(victims, np.intp)
 
     def _sweep(self, count: int, victims: list[int]) -> None:
-        """Moves the hand until `count` victims are found, or two rounds found none."""
-        table = self._table
-        window = min(max(_MIN_WINDOW, 2 * count), _MAX_WINDOW)
+        """Moves the hand until there are `count` victims, or two rounds found none."""
+        window = min(max(self._window, self._window // 256 * count), _MAX_WINDOW)
         fruitless = 0
-        while fruitless < 2 * self._end:
-            if self._hand >= self._end:
-                self._hand = 0
-            order = self._order[self._hand : self._hand + min(window, self._end - self._hand)]
-            places = np.flatnonzero(order)
-            slots = order[places].astype(np.intp) - 1
-            seen = table.visited[slots]
-            busy = seen | table.pinned[slots] | (table.children[slots] > 0) | (table.leases[slots] > 0)
-            table.visited[slots] = 0
+        while len(victims) < count and fruitless < 2 * self._end:
             before = len(victims)
-            leaves = np.flatnonzero(busy == 0)
-            for i, leaf in enumerate(slots[leaves].tolist()):
-                self._climb = self._ascend(leaf + 1, count, victims)
-                if len(victims) == count:
-                    passed = int(leaves[i]) + 1
-                    table.visited[slots[passed:]] = seen[passed:]
-                    self._hand += int(places[passed - 1]) + 1
-                    return
-            self._hand += len(order)
-            fruitless = 0 if len(victims) > before else fruitless + len(order)
+            passed = self._pass_window(window, count, victims)
+            fruitless = 0 if len(victims) > before else fruitless + passed
+            self._take_out(np.array(victims[before:], np.intp))
             window = min(2 * window, _MAX_WINDOW)
+
+    def _pass_window(self, window: int, count: int, victims: list[int]) -> int:
+        """Moves the hand by up to `window` places, or to the last victim needed; returns by how many."""
+        table = self._table
+        if self._hand >= self._end:
+            self._hand = 0
+        order = self._order[self._hand : min(self._hand + window, self._end)]
+        places = np.flatnonzero(order)
+        slots = order[places].astype(np.intp) - 1
+        seen = table.visited[slots]
+        busy = seen | table.pinned[slots] | (table.children[slots] > 0) | (table.leases[slots] > 0)
+        table.visited[slots] = 0
+        passed = len(order)
+        leaves = np.flatnonzero(busy == 0)
+        for leaf, slot in zip(leaves.tolist(), slots[leaves].tolist(), strict=True):
+            self._climb = self._ascend(slot + 1, count, victims)
+            if len(victims) == count:
+                table.visited[slots[leaf + 1 :]] = seen[leaf + 1 :]  # the hand did not get there
+                passed = int(places[leaf]) + 1
+                break
+        self._hand += passed
+        return passed
 
     def _ascend(self, entry: int, count: int, victims: list[int]) -> int:
         """Takes a leaf (slot + 1), then its ancestors while they can go; returns what to try next, or 0."""
