@@ -97,7 +97,9 @@ class AsyncStoreClient:
         return len(session.credits) if session else 0
 
     def start(self) -> None:
-        """Begins to connect in the running event loop."""
+        """Begins to connect in the running event loop. Raises UnavailableError once closed."""
+        if self.state is ClientState.CLOSED:
+            raise UnavailableError("the client is closed")
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -110,7 +112,7 @@ class AsyncStoreClient:
                     if self.state is ClientState.ATTACHED and self._session:
                         return self._session.attachment
                     if self.state in (ClientState.REFUSED, ClientState.CLOSED) and self.error:
-                        raise self.error.with_traceback(None)
+                        raise _bare(self.error)
                     await self._changed.wait()
         raise UnavailableError(f"not attached after {timeout:g} s: {self.error or 'no answer yet'}")
 
@@ -161,6 +163,8 @@ class AsyncStoreClient:
         if self._task:
             self._task.cancel()
             await asyncio.wait([self._task])
+            # A cancelled task keeps its frames, and with them the channel.
+            self._task = None
 
     def _live(self, epoch: int | None = None) -> Session:
         session = self._session
@@ -221,7 +225,7 @@ class AsyncStoreClient:
     def _change(self, state: ClientState, error: KVSieveError | None) -> None:
         if self.state is ClientState.CLOSED:
             return
-        self.error = error
+        self.error = _bare(error) if error else None
         if state is self.state:
             return
         self.state = state
@@ -239,3 +243,8 @@ class AsyncStoreClient:
                 self._on_change(state)
             except Exception:
                 log.exception("on_change(%r) failed", str(state))
+
+
+def _bare(error: KVSieveError) -> KVSieveError:
+    """The same error without traceback and context, which would keep a dead session alive."""
+    return type(error)(*error.args)

@@ -97,7 +97,7 @@ class Session:
         """Drops credits and leases, fails the calls in flight. The first reason counts."""
         if self._ended.done():
             return
-        self._ended.set_result(why)
+        self._ended.set_result(type(why)(*why.args))
         self.credits.close()
         self.leases.clear()
         for call in self._calls:
