@@ -64,8 +64,11 @@ def write_chain(client: StoreClient, keys: Sequence[bytes]) -> list[SlotRef]:
 
 
 @contextmanager
-def store_thread(**settings: Any) -> Iterator[str]:
-    """A store of this process, in an event loop and a thread of its own; yields its endpoint."""
+def store_thread(*, wait: bool = True, **settings: Any) -> Iterator[str]:
+    """A store of this process, in an event loop and a thread of its own; yields its endpoint.
+
+    wait: until engines can attach; otherwise until it listens.
+    """
     home = Path(tempfile.mkdtemp(prefix="kvsieve-"))
     endpoint = f"unix://{home}/s.sock"
     values = {
@@ -82,7 +85,8 @@ def store_thread(**settings: Any) -> Iterator[str]:
 
     async def serve() -> None:
         async with store:
-            await store.wait_until_ready()
+            if wait:
+                await store.wait_until_ready()
             ready.set()
             await store.wait_until_stop()
 

@@ -7,12 +7,13 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from kvsieve_store.arena import Arena
 from kvsieve_store.client import (
     AdminClient,
     ArenaMap,
@@ -400,6 +401,42 @@ def test_a_callback_cannot_wait(endpoint: str) -> None:
         "a callback can't wait for an answer: use the *_async methods",
         "a callback can't close its client",
     ]
+
+
+def test_a_store_that_prefaults_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefaulted = threading.Event()
+
+    def prefault(_: Arena, progress: Callable[[float], None], stop: threading.Event) -> None:
+        progress(0.4)
+        prefaulted.wait(60)
+
+    monkeypatch.setattr(Arena, "prefault", prefault)
+    changes: list[str] = []
+    with (
+        store_thread(wait=False) as endpoint,
+        StoreClient(endpoint, SPEC, engine_id="early", on_change=changes.append) as c,
+    ):
+        until(lambda: "prefault" in str(c.error))
+        assert c.state == ClientState.CONNECTING
+        with pytest.raises(UnavailableError, match=r"not attached after 0\.1 s: .*prefault"):
+            c.wait_attached(0.1)
+        prefaulted.set()
+        c.wait_attached(20)
+    assert changes == ["attached", "closed"]
+
+
+def test_a_drain_is_told() -> None:
+    changes: list[str] = []
+    with (
+        store_thread() as drained,
+        AdminClient(drained) as admin,
+        StoreClient(drained, SPEC, engine_id="test", on_change=changes.append) as c,
+    ):
+        c.wait_attached(20)
+        assert admin.drain(timeout_ms=1).leases_left == 0
+        until(lambda: "connecting" in changes)
+        assert c.attachment is None
+    assert changes == ["attached", "draining", "connecting", "closed"]
 
 
 LEAVE_NOTHING = """

@@ -25,11 +25,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 def call_error(
     error: grpc.RpcError, call: str, endpoint: str, precondition: type[KVSieveError] = SlotNotHeldError
 ) -> KVSieveError:
-    """from_rpc_error, with the endpoint in the message where the store itself could not say anything."""
+    """from_rpc_error, with the endpoint in the message of an UnavailableError."""
     code = error.code()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return UnavailableError(f"{call}: no answer from the store at {endpoint} in time")
     mapped = from_rpc_error(error, precondition)
-    if code is grpc.StatusCode.UNAVAILABLE:
+    if isinstance(mapped, UnavailableError):
         return UnavailableError(f"store at {endpoint}: {mapped}")
     return mapped

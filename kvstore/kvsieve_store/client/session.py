@@ -64,10 +64,6 @@ class Session:
                 with contextlib.suppress(asyncio.InvalidStateError):
                     await stream.write(pb.AttachRequest(hello=hello))
                 message = await stream.read()
-        except asyncio.CancelledError:
-            if _task_is_cancelled():
-                raise
-            raise UnavailableError(f"Attach: the store at {endpoint} cancelled the stream") from None
         except TimeoutError:
             stream.cancel()
             raise UnavailableError(f"Attach: no answer from the store at {endpoint} in time") from None
@@ -193,11 +189,10 @@ class Session:
         try:
             return await call
         except asyncio.CancelledError:
-            if _task_is_cancelled():
+            # end() cancels the call, not the task.
+            if not self._ended.done():
                 raise
-            if self._ended.done():
-                raise self._over() from None
-            raise UnavailableError(f"{name}: the store at {self._endpoint} cancelled the call") from None
+            raise self._over() from None
         except grpc.aio.AioRpcError as error:
             mapped = call_error(error, name, self._endpoint)
             if isinstance(mapped, NotFoundError):
@@ -254,9 +249,3 @@ class Session:
 
     def _over(self) -> UnavailableError:
         return UnavailableError(f"the session is over: {self._ended.result()}")
-
-
-def _task_is_cancelled() -> bool:
-    """Whether a CancelledError is meant for the running task. gRPC raises one for a cancelled call, too."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -1,0 +1,147 @@
+"""Stores and clients that die, freeze and come back, in processes of their own."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from kvsieve_store.client import AdminClient, ArenaMap, ClientState, SealResult, StoreClient
+from kvsieve_store.errors import UnavailableError
+
+from tests.conftest import StoreProcess
+from tests.protocol.client_stores import SPEC, chain, entries, until, write_chain
+
+ENGINE = """
+import pickle, sys, time
+from kvsieve_store.client import ArenaMap, StoreClient
+endpoint, spec, keys = pickle.loads(sys.stdin.buffer.read())
+def say(*words):
+    print(*words, flush=True)
+client = StoreClient(endpoint, spec, engine_id="engine", credit_target=20, on_change=say)
+client.start()
+with ArenaMap(client.wait_attached(20)) as arena:
+    refs = client.take_credits(10)
+    match = client.match(keys)
+    say(len(refs), len(match.refs))
+    while True:
+        arena.update(client.wait_attached(600))
+        time.sleep(0.05)
+"""
+
+
+@contextmanager
+def engine_process(endpoint: str) -> Iterator[subprocess.Popen[bytes]]:
+    """An engine that holds ten slots, a lease on chain(2), and its lock."""
+    command = [sys.executable, "-c", ENGINE]
+    engine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert engine.stdin is not None
+    assert engine.stdout is not None
+    try:
+        engine.stdin.write(pickle.dumps((endpoint, SPEC, b"".join(chain(2)))))
+        engine.stdin.close()
+        assert engine.stdout.readline() == b"attached\n"
+        assert engine.stdout.readline() == b"10 2\n"
+        yield engine
+    finally:
+        engine.kill()
+        engine.wait()
+        engine.stdout.close()
+
+
+def test_a_killed_store_is_noticed_at_once_and_its_successor_found(store: StoreProcess) -> None:
+    changes: list[str] = []
+    # No deadline helps here: what ends the calls is the end of the stream.
+    with StoreClient(
+        store.endpoint, SPEC, engine_id="test", credit_target=16, timeout=600, on_change=changes.append
+    ) as c:
+        first = c.wait_attached(20)
+        write_chain(c, chain(3))
+        stale = c.take_credits(2)
+        with ArenaMap(first) as arena:
+            arena.slot(stale[0].slot)[:] = 5
+            assert store.process is not None
+            store.process.send_signal(signal.SIGSTOP)
+            pending = [
+                c.match_async(chain(3)),
+                c.seal_async(entries(chain(1, start=9), stale)),
+                c.release_async(refs=stale[1:]),
+            ]
+            store.kill()
+            for call in pending:
+                assert isinstance(call.exception(20), UnavailableError)
+            until(lambda: c.state == ClientState.CONNECTING)
+            assert (c.attachment, c.credits, c.take_credits(1)) == (None, 0, [])
+            with pytest.raises(UnavailableError, match="no session with the store"):
+                c.match(chain(3))
+            assert (arena.slot(stale[0].slot) == 5).all()
+
+            store.start()
+            second = c.wait_attached(20)
+            assert second.epoch == 2
+            assert second.instance != first.instance
+            with pytest.raises(UnavailableError, match=r"epoch: 1 given"):
+                c.seal(entries(chain(2), stale), epoch=first.epoch)
+            arena.update(second)
+            refs = c.take_credits(3)
+            for ref in refs:
+                assert arena.generation(ref.slot) == ref.generation
+            assert c.match(chain(3)).refs == ()
+            assert c.seal(entries(chain(3), refs), epoch=2) == [SealResult.SEALED] * 3
+            assert c.match(chain(3)).refs == tuple(refs)
+    assert changes == ["attached", "connecting", "attached", "closed"]
+
+
+def test_a_client_may_come_before_its_store() -> None:
+    store = StoreProcess()
+    try:
+        with StoreClient(store.endpoint, SPEC, engine_id="early") as c:
+            until(lambda: c.error is not None)
+            assert c.state == ClientState.CONNECTING
+            assert store.endpoint in str(c.error)
+            store.start()
+            assert c.wait_attached(20).epoch == 1
+    finally:
+        store.close()
+
+
+def test_slots_and_leases_of_a_killed_engine_return(start_store: Callable[..., StoreProcess]) -> None:
+    endpoint = start_store("--extent-size", "1MiB").endpoint
+    with (
+        StoreClient(endpoint, SPEC, engine_id="writer", credit_target=0) as writer,
+        AdminClient(endpoint) as admin,
+    ):
+        writer.wait_attached(20)
+        writer.reserve(2)
+        write_chain(writer, chain(2))
+        with engine_process(endpoint) as engine:
+            (pool,) = admin.list_pools().pools
+            assert (pool.writing_slots, pool.leased_blocks) == (20, 2)
+            engine.kill()
+            until(lambda: [s.engine_id for s in admin.list_sessions().sessions] == ["writer"])
+            (pool,) = admin.list_pools().pools
+            assert (pool.writing_slots, pool.leased_blocks, pool.sealed_blocks) == (0, 0, 2)
+
+
+def test_an_engine_that_was_frozen_too_long_comes_back(start_store: Callable[..., StoreProcess]) -> None:
+    endpoint = start_store("--extent-size", "1MiB", "--session-timeout", "1").endpoint
+    with (
+        StoreClient(endpoint, SPEC, engine_id="writer", credit_target=0) as writer,
+        AdminClient(endpoint) as admin,
+    ):
+        writer.wait_attached(20)
+        writer.reserve(2)
+        write_chain(writer, chain(2))
+        with engine_process(endpoint) as engine:
+            engine.send_signal(signal.SIGSTOP)
+            # Silent, but alive: it may still write, so its slots are fenced, not free.
+            until(lambda: "fencing" in [s.state for s in admin.list_sessions().sessions])
+            assert admin.list_pools().pools[0].writing_slots == 20
+            engine.send_signal(signal.SIGCONT)
+            assert engine.stdout is not None
+            assert [engine.stdout.readline() for _ in range(2)] == [b"connecting\n", b"attached\n"]
+            until(lambda: [s.state for s in admin.list_sessions().sessions] == ["attached"] * 2)
