@@ -6,7 +6,6 @@ import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
-
 from kvsieve_store.protocol.spec import Plane, PoolSpec
 from kvsieve_store.state import Grant, Match, Released, Sealed, Session, StateSettings, StoreState
 
@@ -36,8 +35,9 @@ def u32(*values: int) -> np.ndarray:
 
 
 def settings(extents: int = 4, **changes: object) -> StateSettings:
-    values: dict[str, object] = dict(extent_bytes=EXTENT_BYTES, extents=extents, free_low=0.0, free_high=0.0)
-    return StateSettings(**(values | changes))  # type: ignore[arg-type]
+    """A small arena without watermarks, unless `changes` say otherwise."""
+    values = {"extent_bytes": EXTENT_BYTES, "extents": extents, "free_low": 0.0, "free_high": 0.0}
+    return StateSettings(**(values | changes))
 
 
 @dataclass

@@ -66,8 +66,8 @@ class SessionTable:
         if not self._ordinals:
             waiting = len(self.fencing())
             raise CapacityError(
-                f"sessions: {len(self._sessions)} of at most {self._limit} are there, {waiting} of them ended "
-                "but with a process that still holds the lock file; end engines first"
+                f"sessions: {len(self._sessions)} of at most {self._limit} are there, {waiting} have ended "
+                "but wait for a process that holds the lock file; end an engine first"
             )
 
     def next_ordinal(self) -> int:

@@ -88,7 +88,7 @@ class Sieve:
 
     def _sweep(self, count: int, victims: list[int]) -> None:
         """Moves the hand until there are `count` victims, or two rounds found none."""
-        window = min(max(self._window, self._window // 256 * count), _MAX_WINDOW)
+        window = min(max(self._window, 2 * count), _MAX_WINDOW)
         fruitless = 0
         while len(victims) < count and fruitless < 2 * self._end:
             before = len(victims)

@@ -1,0 +1,320 @@
+"""StoreState against a model made of dicts, through random histories."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+from kvsieve_store.errors import (
+    CapacityError,
+    InvalidRequestError,
+    NotFoundError,
+    PoolMismatchError,
+    SlotNotHeldError,
+)
+from kvsieve_store.state import Cleared, Evicted
+
+from tests.unit.state_driver import ROOT, spec
+from tests.unit.state_invariants import CheckedStoreModel
+from tests.unit.state_model import (
+    EXTENTS,
+    KEYS,
+    MAX_SESSIONS,
+    POOLS,
+    TIMEOUT,
+    Block,
+    LeaseModel,
+    SessionModel,
+)
+
+names = st.sampled_from(sorted(POOLS))
+some_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=8)
+faults = st.sampled_from(["slot", "generation", "twice", "zero key", "short key", "length"])
+
+
+class StoreMachine(CheckedStoreModel):
+    """Each rule drives both, compares the answers, and lets settle() account for blocks that went."""
+
+    def draw_session(self, data: st.DataObject) -> bytes:
+        return data.draw(st.sampled_from(self.live()))
+
+    # Sessions
+
+    @rule(name=names, credits=st.integers(0, 3), other_model=st.sampled_from([False] * 5 + [True]))
+    def attach(self, name: str, credits: int, other_model: bool) -> None:
+        self.attached += 1
+        session_id = self.attached.to_bytes(16, "big")
+        wanted = spec(name, POOLS[name].planes[0].layer_bytes[0] // 4096, "other" if other_model else "model")
+
+        def call():
+            return self.state.attach(
+                wanted,
+                engine_id="e",
+                client="",
+                pid=1,
+                credit_target=credits,
+                session_id=session_id,
+                now=self.now,
+            )
+
+        there = self.state._pools.get(name)
+        in_use = any(session.pool == name for session in self.sessions.values()) or self.blocks.get(name)
+        if len(self.sessions) == MAX_SESSIONS:
+            self.refuses(CapacityError, call)
+        elif there is not None and there.spec != wanted and in_use:
+            self.refuses(PoolMismatchError, call)
+        else:
+            session, grant = call()
+            assert session.session_id == session_id
+            self.blocks.setdefault(name, {})
+            self.extents.setdefault(name, set())
+            self.sessions[session_id] = SessionModel(name, credits, self.now)
+            self.took(session_id, grant, credits)
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def heartbeat(self, data: st.DataObject) -> None:
+        session_id = self.draw_session(data)
+        renewed = data.draw(st.sets(st.sampled_from([999, *self.leases])))
+        self.state.heartbeat(session_id, sorted(renewed), self.now)
+        for lease_id in renewed & self.sessions[session_id].leases:
+            lease = self.leases[lease_id]
+            lease.expiry = max(lease.expiry, self.now + lease.duration)
+        self.sessions[session_id].last_seen = self.now
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        session_id = self.draw_session(data)
+        self.refuses(InvalidRequestError, lambda: self.state.fenced(session_id))
+        self.state.end_session(session_id, self.now)
+        self.sessions[session_id].ended = True
+        self.refuses(NotFoundError, lambda: self.state.match(session_id, KEYS[0], 0, self.now))
+        self.settle()
+
+    @precondition(lambda self: len(self.live()) < len(self.sessions))
+    @rule()
+    def fenced(self) -> None:
+        ended = [session_id for session_id, session in self.sessions.items() if session.ended]
+        assert self.state.fencing() == ended
+        self.state.fenced(ended[0])
+        for lease_id in self.sessions[ended[0]].leases:
+            del self.leases[lease_id]
+        del self.sessions[ended[0]]
+        self.settle()
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 6.0]))
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        silent = self.state.tick(self.now)
+        assert silent == [s for s in self.live() if self.now - self.sessions[s].last_seen > TIMEOUT]
+        for lease_id, lease in list(self.leases.items()):
+            if lease.expiry <= self.now and not self.sessions[lease.session].ended:
+                self.sessions[lease.session].leases.remove(lease_id)
+                del self.leases[lease_id]
+        self.settle(evictions=True)
+        for name in self.blocks:
+            pool = self.pool(name)
+            assert pool.owned == 0 or not pool.idle
+            if sum(map(len, self.extents.values())) == EXTENTS and pool.free < self.low * pool.owned:
+                assert not self.evictable(name)
+
+    @rule()
+    def top_up(self) -> None:
+        short = {s: m.credit_target - len(m.held) for s, m in self.sessions.items() if not m.ended}
+        for session_id, grant in self.state.top_up(self.now):
+            assert 0 < len(grant) <= short[session_id]
+            for slot, generation in zip(grant.slots.tolist(), grant.generations.tolist(), strict=True):
+                self.sessions[session_id].held[slot] = generation
+        self.settle(evictions=True)
+
+    # Blocks
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data(), count=st.integers(1, 7))
+    def reserve(self, data: st.DataObject, count: int) -> None:
+        session_id = self.draw_session(data)
+        pool = self.pool(self.sessions[session_id].pool)
+        free, own = pool.free, set(pool.extents)
+        evicted = pool.counters.evicted_blocks
+        grant = self.state.reserve(session_id, count, self.now)
+        if own == set(pool.extents):
+            assert pool.counters.evicted_blocks - evicted == max(0, len(grant) - free)
+        self.sessions[session_id].last_seen = self.now
+        self.took(session_id, grant, count)
+
+    @precondition(lambda self: any(self.sessions[s].held for s in self.live()))
+    @rule(data=st.data(), new_keys=some_keys, chain=st.booleans())
+    def seal(self, data: st.DataObject, new_keys: list[bytes], chain: bool) -> None:
+        session_id = data.draw(st.sampled_from([s for s in self.live() if self.sessions[s].held]))
+        session = self.sessions[session_id]
+        blocks = self.blocks[session.pool]
+        entries = list(zip(new_keys, sorted(session.held), strict=False))
+        if chain:
+            parents = [ROOT, *new_keys][: len(entries)]
+        else:
+            parents = [data.draw(st.sampled_from([ROOT, *KEYS])) for _ in entries]
+        generations = [session.held[slot] for _, slot in entries]
+        sealed = self.state.seal(
+            session_id,
+            b"".join(k for k, _ in entries),
+            b"".join(parents),
+            np.array([slot for _, slot in entries], np.uint32),
+            np.array(generations, np.uint32),
+            self.now,
+        )
+        for (k, slot), parent, status in zip(entries, parents, sealed.status.tolist(), strict=True):
+            generation = session.held.pop(slot)
+            assert status == (2 if k in blocks else 1)
+            if status == 1:
+                blocks[k] = Block(slot, generation, parent if parent in blocks else b"")
+        session.last_seen = self.now
+        self.took(session_id, sealed.grant, session.credit_target - len(session.held))
+
+    @precondition(lambda self: self.live())
+    @rule(
+        data=st.data(),
+        fault=faults,
+    )
+    def seal_refused(self, data: st.DataObject, fault: str) -> None:
+        session_id = self.draw_session(data)
+        held = self.sessions[session_id].held
+        slots, generations = [*held][:2], [*held.values()][:2]
+        block_keys, error = KEYS[: len(slots)], SlotNotHeldError
+        if fault == "slot" or not slots:
+            taken = data.draw(st.sampled_from([slot for slot in [*range(20), 2**32 - 1] if slot not in held]))
+            slots, generations = [*slots, taken], [*generations, 1]
+            block_keys = KEYS[: len(slots)]
+        elif fault == "generation":
+            generations[-1] += 1
+        elif fault == "twice":
+            slots, generations, block_keys = slots * 2, generations * 2, KEYS[: 2 * len(slots)]
+        else:
+            error = InvalidRequestError
+            block_keys = {
+                "zero key": [*block_keys[:-1], ROOT],
+                "short key": [*block_keys[:-1], b"x" * 31],
+                "length": [*block_keys, KEYS[9]],
+            }[fault]
+        arguments = (np.array(slots, np.uint32), np.array(generations, np.uint32), self.now)
+        parents = bytes(32 * len(block_keys))
+        self.refuses(error, lambda: self.state.seal(session_id, b"".join(block_keys), parents, *arguments))
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data(), wanted=some_keys, lease_ms=st.sampled_from([0, 500, 3000]))
+    def match(self, data: st.DataObject, wanted: list[bytes], lease_ms: int) -> None:
+        session_id = self.draw_session(data)
+        session = self.sessions[session_id]
+        blocks = self.blocks[session.pool]
+        prefix = []
+        for k in wanted:
+            if k not in blocks:
+                break
+            prefix.append(k)
+        match = self.state.match(session_id, b"".join(wanted), lease_ms, self.now)
+        assert match.slots.tolist() == [blocks[k].slot for k in prefix]
+        assert match.generations.tolist() == [blocks[k].generation for k in prefix]
+        assert (match.lease_id > 0) == bool(prefix and lease_ms)
+        assert match.lease_id not in self.leases
+        if match.lease_id:
+            seconds = lease_ms / 1000
+            self.leases[match.lease_id] = LeaseModel(session_id, set(prefix), seconds, self.now + seconds)
+            session.leases.add(match.lease_id)
+        session.last_seen = self.now
+        self.settle()
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        session_id = self.draw_session(data)
+        session = self.sessions[session_id]
+        lease_ids = data.draw(st.sets(st.sampled_from([999, *self.leases])))
+        slots = (
+            data.draw(st.lists(st.sampled_from(sorted(session.held)), unique=True)) if session.held else []
+        )
+        released = self.state.release(
+            session_id,
+            sorted(lease_ids),
+            np.array(slots, np.uint32),
+            np.array([session.held.pop(slot) for slot in slots], np.uint32),
+            self.now,
+        )
+        own = lease_ids & session.leases
+        assert (released.leases, released.slots) == (len(own), len(slots))
+        session.leases -= own
+        for lease_id in own:
+            del self.leases[lease_id]
+        session.last_seen = self.now
+        self.settle()
+
+    # Operators
+
+    @rule(name=names, named=some_keys)
+    def evict_keys(self, name: str, named: list[bytes]) -> None:
+        if name not in self.blocks:
+            self.refuses(NotFoundError, lambda: self.state.evict(name, b"".join(named), 0, self.now))
+            return
+        known = set(named) & self.blocks[name].keys()
+        going = {k for k in known if not self.subtree(name, k) & self.held_keys(name)}
+        doomed = set().union(*(self.subtree(name, k) for k in going))
+        unknown = sum(k not in self.blocks[name] for k in named)
+        evicted = self.state.evict(name, b"".join(named), 0, self.now)
+        assert evicted == Evicted(len(doomed), len(known - going), unknown)
+        for k in doomed:
+            del self.blocks[name][k]
+        self.settle()
+
+    @rule(name=names, count=st.integers(1, 5))
+    def evict_coldest(self, name: str, count: int) -> None:
+        if name not in self.blocks:
+            return
+        before = len(self.blocks[name])
+        evicted = self.state.evict(name, b"", count, self.now)
+        self.settle(evictions=True)
+        assert evicted.evicted == before - len(self.blocks[name])
+        assert evicted.evicted + evicted.skipped == min(count, before)
+        assert evicted.skipped == 0 or not self.evictable(name)
+
+    @rule(name=names, named=st.lists(st.sampled_from(KEYS), max_size=3), set_pin=st.booleans())
+    def pin_or_unpin(self, name: str, named: list[bytes], set_pin: bool) -> None:
+        if name not in self.blocks or (set_pin and not named):
+            return
+        blocks = self.blocks[name]
+        known = [blocks[k] for k in set(named) if k in blocks]
+        if set_pin:
+            assert self.state.pin(name, b"".join(named)).pinned == len(known)
+        else:
+            known = known if named else list(blocks.values())
+            unpinned = self.state.unpin(name, b"".join(named)).unpinned
+            assert unpinned == sum(block.pinned for block in known)
+        for block in known:
+            block.pinned = set_pin
+        self.settle()
+
+    @rule(name=st.sampled_from([*sorted(POOLS), ""]))
+    def clear(self, name: str) -> None:
+        if name and name not in self.blocks:
+            return
+        dropped = skipped = 0
+        for each in [name] if name else list(self.blocks):
+            leased = self.leased(each)
+            for k in list(self.blocks[each]):
+                if k in leased:
+                    skipped += 1
+                else:
+                    dropped += 1
+                    del self.blocks[each][k]
+            for block in self.blocks[each].values():
+                block.parent = block.parent if block.parent in self.blocks[each] else b""
+        assert self.state.clear(name) == Cleared(dropped, skipped)
+        self.settle()
+
+
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
