@@ -37,9 +37,7 @@ class CheckedStoreModel(StoreModel):
             held = {slot: s for s, m in holders.items() for slot in m.held}
             sealed = {block.slot for block in self.blocks[name].values()}
             free = pool._free.view().tolist()
-            owned = {
-                s for extent in pool.extents for s in range(*pool.extent_slots(extent).indices(len(table)))
-            }
+            owned = {slot for extent in pool.extents for slot in self.slots_of(name, extent)}
             assert len(free) == len(set(free)) == pool.free
             assert (pool.writing, pool.sealed) == (len(held), len(sealed))
             assert pool.free + pool.writing + pool.sealed == pool.owned == len(owned)

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize
+from hypothesis.stateful import RuleBasedStateMachine
 from kvsieve_store.errors import KVSieveError
 from kvsieve_store.state import Grant, StateSettings, StoreState
 from kvsieve_store.state.pool import Pool
@@ -55,8 +54,8 @@ class LeaseModel:
 class StoreModel(RuleBasedStateMachine):
     """A StoreState and the model of it; rules and invariants are added by subclasses."""
 
-    @initialize(low=st.sampled_from([0.0, 0.3]))
     def start(self, low: float) -> None:
+        """low: the low watermark; the high one is twice that."""
         self.now = 0.0
         self.low = low
         self.state = StoreState(

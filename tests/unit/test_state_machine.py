@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 from kvsieve_store.errors import (
     CapacityError,
     InvalidRequestError,
@@ -13,6 +13,7 @@ from kvsieve_store.errors import (
     PoolMismatchError,
     SlotNotHeldError,
 )
+from kvsieve_store.protocol.spec import PoolSpec
 from kvsieve_store.state import Cleared, Evicted
 
 from tests.unit.state_driver import ROOT, spec
@@ -39,13 +40,22 @@ class StoreMachine(CheckedStoreModel):
     def draw_session(self, data: st.DataObject) -> bytes:
         return data.draw(st.sampled_from(self.live()))
 
+    @initialize(low=st.sampled_from([0.0, 0.3]), credits=st.integers(0, 2))
+    def begin(self, low: float, credits: int) -> None:
+        self.start(low)
+        for name in ("a", "b"):
+            self.attach_engine(name, credits, POOLS[name])
+
     # Sessions
 
     @rule(name=names, credits=st.integers(0, 3), other_model=st.sampled_from([False] * 5 + [True]))
     def attach(self, name: str, credits: int, other_model: bool) -> None:
+        wanted = spec(name, POOLS[name].planes[0].layer_bytes[0] // 4096, "other" if other_model else "model")
+        self.attach_engine(name, credits, wanted)
+
+    def attach_engine(self, name: str, credits: int, wanted: PoolSpec) -> None:
         self.attached += 1
         session_id = self.attached.to_bytes(16, "big")
-        wanted = spec(name, POOLS[name].planes[0].layer_bytes[0] // 4096, "other" if other_model else "model")
 
         def call():
             return self.state.attach(
@@ -134,7 +144,9 @@ class StoreMachine(CheckedStoreModel):
     @precondition(lambda self: self.live())
     @rule(data=st.data(), count=st.integers(1, 7))
     def reserve(self, data: st.DataObject, count: int) -> None:
-        session_id = self.draw_session(data)
+        self.reserve_slots(self.draw_session(data), count)
+
+    def reserve_slots(self, session_id: bytes, count: int) -> None:
         pool = self.pool(self.sessions[session_id].pool)
         free, own = pool.free, set(pool.extents)
         evicted = pool.counters.evicted_blocks
@@ -144,27 +156,40 @@ class StoreMachine(CheckedStoreModel):
         self.sessions[session_id].last_seen = self.now
         self.took(session_id, grant, count)
 
-    @precondition(lambda self: any(self.sessions[s].held for s in self.live()))
-    @rule(data=st.data(), new_keys=some_keys, chain=st.booleans())
-    def seal(self, data: st.DataObject, new_keys: list[bytes], chain: bool) -> None:
-        session_id = data.draw(st.sampled_from([s for s in self.live() if self.sessions[s].held]))
+    @precondition(lambda self: self.holders())
+    @rule(data=st.data(), new_keys=some_keys)
+    def seal(self, data: st.DataObject, new_keys: list[bytes]) -> None:
+        session_id = data.draw(st.sampled_from(self.holders()))
+        parents = [data.draw(st.sampled_from([ROOT, *KEYS])) for _ in new_keys]
+        self.seal_held(session_id, new_keys, parents)
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data(), start=st.integers(0, len(KEYS) - 1), count=st.integers(1, 7))
+    def save_chain(self, data: st.DataObject, start: int, count: int) -> None:
+        """Reserve and seal in one, in the way of an engine: the next blocks of a chain."""
+        session_id = self.draw_session(data)
+        new_keys = KEYS[start : start + count]
+        self.reserve_slots(session_id, len(new_keys))
+        if self.sessions[session_id].held:
+            self.seal_held(session_id, new_keys, [KEYS[start - 1] if start else ROOT, *new_keys])
+
+    def holders(self) -> list[bytes]:
+        return [session_id for session_id in self.live() if self.sessions[session_id].held]
+
+    def seal_held(self, session_id: bytes, new_keys: list[bytes], parents: list[bytes]) -> None:
+        """Seals as many of the keys as the session holds slots."""
         session = self.sessions[session_id]
         blocks = self.blocks[session.pool]
-        entries = list(zip(new_keys, sorted(session.held), strict=False))
-        if chain:
-            parents = [ROOT, *new_keys][: len(entries)]
-        else:
-            parents = [data.draw(st.sampled_from([ROOT, *KEYS])) for _ in entries]
-        generations = [session.held[slot] for _, slot in entries]
+        entries = list(zip(new_keys, parents, sorted(session.held), strict=False))
         sealed = self.state.seal(
             session_id,
-            b"".join(k for k, _ in entries),
-            b"".join(parents),
-            np.array([slot for _, slot in entries], np.uint32),
-            np.array(generations, np.uint32),
+            b"".join(k for k, _, _ in entries),
+            b"".join(parent for _, parent, _ in entries),
+            np.array([slot for _, _, slot in entries], np.uint32),
+            np.array([session.held[slot] for _, _, slot in entries], np.uint32),
             self.now,
         )
-        for (k, slot), parent, status in zip(entries, parents, sealed.status.tolist(), strict=True):
+        for (k, parent, slot), status in zip(entries, sealed.status.tolist(), strict=True):
             generation = session.held.pop(slot)
             assert status == (2 if k in blocks else 1)
             if status == 1:
@@ -173,10 +198,7 @@ class StoreMachine(CheckedStoreModel):
         self.took(session_id, sealed.grant, session.credit_target - len(session.held))
 
     @precondition(lambda self: self.live())
-    @rule(
-        data=st.data(),
-        fault=faults,
-    )
+    @rule(data=st.data(), fault=faults)
     def seal_refused(self, data: st.DataObject, fault: str) -> None:
         session_id = self.draw_session(data)
         held = self.sessions[session_id].held
@@ -202,11 +224,13 @@ class StoreMachine(CheckedStoreModel):
         self.refuses(error, lambda: self.state.seal(session_id, b"".join(block_keys), parents, *arguments))
 
     @precondition(lambda self: self.live())
-    @rule(data=st.data(), wanted=some_keys, lease_ms=st.sampled_from([0, 500, 3000]))
-    def match(self, data: st.DataObject, wanted: list[bytes], lease_ms: int) -> None:
+    @rule(data=st.data(), count=st.integers(1, 8), lease_ms=st.sampled_from([0, 500, 3000]))
+    def match(self, data: st.DataObject, count: int, lease_ms: int) -> None:
         session_id = self.draw_session(data)
         session = self.sessions[session_id]
         blocks = self.blocks[session.pool]
+        first = KEYS.index(data.draw(st.sampled_from(sorted(blocks) or KEYS)))
+        wanted = [*KEYS[first : first + count], data.draw(st.sampled_from(KEYS))]
         prefix = []
         for k in wanted:
             if k not in blocks:
@@ -230,9 +254,8 @@ class StoreMachine(CheckedStoreModel):
         session_id = self.draw_session(data)
         session = self.sessions[session_id]
         lease_ids = data.draw(st.sets(st.sampled_from([999, *self.leases])))
-        slots = (
-            data.draw(st.lists(st.sampled_from(sorted(session.held)), unique=True)) if session.held else []
-        )
+        held = st.sampled_from(sorted(session.held)) if session.held else st.nothing()
+        slots = data.draw(st.lists(held, unique=True))
         released = self.state.release(
             session_id,
             sorted(lease_ids),
@@ -313,7 +336,7 @@ class StoreMachine(CheckedStoreModel):
 
 TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = settings(
-    max_examples=60,
+    max_examples=150,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
