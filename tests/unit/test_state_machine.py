@@ -31,6 +31,7 @@ from tests.unit.state_model import (
 
 names = st.sampled_from(sorted(POOLS))
 some_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=8)
+few_keys = st.lists(st.sampled_from(KEYS), max_size=3)
 faults = st.sampled_from(["slot", "generation", "twice", "zero key", "short key", "length"])
 
 
@@ -226,7 +227,10 @@ class StoreMachine(CheckedStoreModel):
     @precondition(lambda self: self.live())
     @rule(data=st.data(), count=st.integers(1, 8), lease_ms=st.sampled_from([0, 500, 3000]))
     def match(self, data: st.DataObject, count: int, lease_ms: int) -> None:
-        session_id = self.draw_session(data)
+        with_blocks = [
+            session_id for session_id in self.live() if self.blocks[self.sessions[session_id].pool]
+        ]
+        session_id = data.draw(st.sampled_from(with_blocks or self.live()))
         session = self.sessions[session_id]
         blocks = self.blocks[session.pool]
         first = KEYS.index(data.draw(st.sampled_from(sorted(blocks) or KEYS)))
@@ -273,8 +277,10 @@ class StoreMachine(CheckedStoreModel):
 
     # Operators
 
-    @rule(name=names, named=some_keys)
+    @rule(name=names, named=few_keys)
     def evict_keys(self, name: str, named: list[bytes]) -> None:
+        if not named:
+            return
         if name not in self.blocks:
             self.refuses(NotFoundError, lambda: self.state.evict(name, b"".join(named), 0, self.now))
             return
@@ -288,7 +294,7 @@ class StoreMachine(CheckedStoreModel):
             del self.blocks[name][k]
         self.settle()
 
-    @rule(name=names, count=st.integers(1, 5))
+    @rule(name=names, count=st.integers(1, 3))
     def evict_coldest(self, name: str, count: int) -> None:
         if name not in self.blocks:
             return
@@ -299,7 +305,7 @@ class StoreMachine(CheckedStoreModel):
         assert evicted.evicted + evicted.skipped == min(count, before)
         assert evicted.skipped == 0 or not self.evictable(name)
 
-    @rule(name=names, named=st.lists(st.sampled_from(KEYS), max_size=3), set_pin=st.booleans())
+    @rule(name=names, named=few_keys, set_pin=st.booleans())
     def pin_or_unpin(self, name: str, named: list[bytes], set_pin: bool) -> None:
         if name not in self.blocks or (set_pin and not named):
             return
@@ -315,9 +321,10 @@ class StoreMachine(CheckedStoreModel):
             block.pinned = set_pin
         self.settle()
 
-    @rule(name=st.sampled_from([*sorted(POOLS), ""]))
-    def clear(self, name: str) -> None:
-        if name and name not in self.blocks:
+    @rule(name=st.sampled_from([*sorted(POOLS), ""]), really=st.sampled_from([False, False, True]))
+    def clear(self, name: str, really: bool) -> None:
+        """Not often: it leaves little to play with."""
+        if not really or (name and name not in self.blocks):
             return
         dropped = skipped = 0
         for each in [name] if name else list(self.blocks):
