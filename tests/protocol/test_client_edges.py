@@ -181,7 +181,7 @@ async def test_seals_and_releases_are_split_and_seals_keep_their_order(store: Sc
 
 async def test_leases_are_renewed_within_a_third_of_their_length(store: ScriptedStore) -> None:
     store.known = set(chain(1))
-    async with client(store, lease_ms=60) as c:
+    async with client(store, lease_ms=100) as c:
         await c.wait_attached(20)
         match, dropped = await c.match(chain(1)), await c.match(chain(1))
         await c.release(dropped.lease_ids)

@@ -210,9 +210,22 @@ def test_bad_input_is_named(endpoint: str) -> None:
             c.seal([SealEntry(b"x", b"", ref)])
         with pytest.raises(InvalidRequestError, match=r"entries\[0\]\.parent: 2 bytes given"):
             c.seal([SealEntry(key(1), b"xx", ref)])
+        with pytest.raises(InvalidRequestError, match=r"SealRequest: .*-1"):
+            c.seal([SealEntry(key(1), b"", SlotRef(-1, 1))])
+        with pytest.raises(InvalidRequestError, match="count: 0 given"):
+            c.reserve(0)
         with pytest.raises(SlotNotHeldError, match="slot"):
             c.seal([SealEntry(key(1), b"", SlotRef(ref.slot, ref.generation + 1))])
         assert c.seal([SealEntry(key(1), b"", ref)]) == [SealResult.SEALED]
+
+
+@pytest.mark.parametrize(
+    "options", [{"credit_target": -1}, {"credit_target": 1 << 32}, {"lease_ms": 99}, {"timeout": 0}]
+)
+def test_a_bad_option_is_named(endpoint: str, options: dict[str, int]) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(InvalidRequestError, match=f"^{name}: {value} given"):
+        StoreClient(endpoint, SPEC, **({"engine_id": "test"} | options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

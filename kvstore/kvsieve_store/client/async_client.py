@@ -18,7 +18,7 @@ from kvsieve_store.client.batches import check_entries, join_keys
 from kvsieve_store.client.channel import CHANNEL_OPTIONS
 from kvsieve_store.client.endpoint import grpc_target
 from kvsieve_store.client.handles import Attachment, ClientState, Match, SealEntry, SealResult, SlotRef
-from kvsieve_store.client.session import Session
+from kvsieve_store.client.session import Session, Terms
 from kvsieve_store.errors import (
     CapacityError,
     InvalidRequestError,
@@ -30,6 +30,9 @@ from kvsieve_store.protocol.limits import PROTOCOL_VERSION
 from kvsieve_store.protocol.spec import PoolSpec
 
 log = logging.getLogger(__name__)
+
+MIN_LEASE_MS = 100
+"""A lease is renewed each third of its length: a shorter one would keep both sides busy."""
 
 REFUSED_RETRY_SECONDS = 30.0
 """Between tries while the store refuses this client: somebody has to change something first."""
@@ -59,25 +62,28 @@ class AsyncStoreClient:
         engine_id: names the engine in listings and logs.
         credit_target: slots to keep granted ahead; 0 for a client that only reads.
         lease_ms: length of the leases that match() takes, milliseconds. Held leases are renewed; the length
-            matters once the client is gone. 0: no leases.
+            matters once the client is gone. 0: no leases; else at least MIN_LEASE_MS.
         timeout: deadline of each call, seconds.
         on_change: called with the new state, once per change, in the event loop: it must not block.
         """
         self._target = grpc_target(endpoint)
-        if credit_target < 0:
-            raise InvalidRequestError(f"credit_target: {credit_target} given, 0 or more required")
-        if lease_ms < 0:
-            raise InvalidRequestError(f"lease_ms: {lease_ms} given, 0 or more required")
+        if not 0 <= credit_target < 1 << 32:
+            raise InvalidRequestError(f"credit_target: {credit_target} given, 0 to {(1 << 32) - 1} allowed")
+        if lease_ms and lease_ms < MIN_LEASE_MS:
+            raise InvalidRequestError(f"lease_ms: {lease_ms} given, 0 or {MIN_LEASE_MS} and more allowed")
         if timeout <= 0:
             raise InvalidRequestError(f"timeout: {timeout} given, more than 0 seconds required")
         self.endpoint = endpoint
         self.state = ClientState.CONNECTING
         self.error: KVSieveError | None = None
-        self._spec = spec
-        self._engine_id = engine_id
-        self._credit_target = credit_target
-        self._lease_ms = lease_ms
-        self._timeout = timeout
+        self._terms = Terms(endpoint, timeout, lease_ms)
+        self._hello = pb.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            pool=spec.to_proto(),
+            engine_id=engine_id,
+            client=f"kvsieve-client/{__version__}",
+            credit_target=credit_target,
+        )
         self._on_change = on_change
         self._epoch = 0
         self._session: Session | None = None
@@ -131,7 +137,7 @@ class AsyncStoreClient:
         session = self._live()
         if self.state is ClientState.DRAINING:
             raise UnavailableError(f"the store at {self.endpoint} is draining")
-        return await session.match(joined, self._lease_ms) if joined else Match()
+        return await session.match(joined) if joined else Match()
 
     async def seal(self, entries: Sequence[SealEntry], *, epoch: int | None = None) -> list[SealResult]:
         """Makes written slots findable by key and immutable; one result per entry.
@@ -153,6 +159,8 @@ class AsyncStoreClient:
 
     async def reserve(self, count: int) -> int:
         """Asks for `count` credits beyond the target, for a burst; returns how many came."""
+        if count < 1:
+            raise InvalidRequestError(f"count: {count} given, 1 or more required")
         return await self._live().reserve(count)
 
     async def close(self) -> None:
@@ -199,21 +207,14 @@ class AsyncStoreClient:
 
     async def _one_session(self) -> KVSieveError:
         """From Hello to the end of the session; returns why it ended. Raises when there was no Welcome."""
-        hello = pb.Hello(
-            protocol_version=PROTOCOL_VERSION,
-            pool=self._spec.to_proto(),
-            engine_id=self._engine_id,
-            client=f"kvsieve-client/{__version__}",
-            credit_target=self._credit_target,
-            pid=os.getpid(),
-        )
+        self._hello.pid = os.getpid()
         async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
-            session = await Session.attach(channel, hello, self._epoch + 1, self._timeout, self.endpoint)
+            session = await Session.attach(channel, self._hello, self._terms, self._epoch + 1)
             self._epoch += 1
             self._session = session
             self._change(ClientState.ATTACHED, None)
             try:
-                why = await session.run(self._lease_ms, self._draining)
+                why = await session.run(self._draining)
             finally:
                 self._session = None
                 session.end(UnavailableError("the client is closed"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvsieve.v1 import store_pb2 as pb
 
@@ -51,7 +51,8 @@ def match_requests(session_id: bytes, keys: bytes, lease_ms: int, limit: int) ->
 def seal_requests(session_id: bytes, entries: Sequence[SealEntry], limit: int) -> Iterator[pb.SealRequest]:
     """At most `limit` entries each."""
     for batch in _cut(entries, limit):
-        yield pb.SealRequest(
+        yield _message(
+            pb.SealRequest,
             session_id=session_id,
             keys=b"".join(entry.key for entry in batch),
             parents=b"".join(entry.parent or _NO_PARENT for entry in batch),
@@ -65,7 +66,8 @@ def release_requests(
 ) -> Iterator[pb.ReleaseRequest]:
     """At most `limit` leases and `limit` slots each."""
     for leases, slots in zip_longest(_cut(lease_ids, limit), _cut(refs, limit), fillvalue=()):
-        yield pb.ReleaseRequest(
+        yield _message(
+            pb.ReleaseRequest,
             session_id=session_id,
             lease_ids=leases,
             slots=[ref.slot for ref in slots],
@@ -77,6 +79,14 @@ def heartbeats(leases: Sequence[int], limit: int) -> Iterator[pb.Heartbeat]:
     """At least one; at most `limit` leases each."""
     for batch in _cut(leases, limit) if leases else ((),):
         yield pb.Heartbeat(renew_leases=batch)
+
+
+def _message(kind: type[T], **fields: Any) -> T:
+    """Raises InvalidRequestError when a number does not fit its field."""
+    try:
+        return kind(**fields)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"{kind.__name__}: {error}") from None
 
 
 def _cut(items: Sequence[T], limit: int) -> Iterator[Sequence[T]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -24,6 +25,20 @@ _GOODBYE_SECONDS = 1.0
 """Longest wait of close() for calls in flight and the store's last word."""
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What all sessions of a client have in common.
+
+    endpoint: of the store, for messages.
+    timeout: deadline of each call, seconds.
+    lease_ms: length of leases, milliseconds; 0: none.
+    """
+
+    endpoint: str
+    timeout: float
+    lease_ms: int
+
+
 class Session:
     """Lives in one event loop. Once it has ended, every call raises UnavailableError.
 
@@ -31,20 +46,21 @@ class Session:
     what the store did is unknown then, and only a new session makes both sides agree again.
     """
 
-    def __init__(
-        self, stub: StoreStub, stream: Any, welcome: pb.Welcome, epoch: int, deadline: float, endpoint: str
-    ) -> None:
+    def __init__(self, stub: StoreStub, stream: Any, welcome: pb.Welcome, terms: Terms, epoch: int) -> None:
         self.attachment = Attachment.of(welcome, epoch)
         self.credits = Credits()
         self.credits.grant(welcome.credits)
         self.leases: set[int] = set()
         self._id = welcome.session_id
         self._limits = welcome.limits
+        self._lease_ms = min(terms.lease_ms, welcome.limits.max_lease_ms)
         self._beat_seconds = welcome.heartbeat_interval_ms / 1000
+        if self._lease_ms:
+            # Two heartbeats may come late before a lease runs out.
+            self._beat_seconds = min(self._beat_seconds, self._lease_ms / 3000)
         self._stub = stub
         self._stream = stream
-        self._deadline = deadline
-        self._endpoint = endpoint
+        self._terms = terms
         self._calls: set[Any] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         # Seals go one after another, so that a parent is there before its children.
@@ -52,32 +68,28 @@ class Session:
         self._ended: asyncio.Future[KVSieveError] = asyncio.get_running_loop().create_future()
 
     @staticmethod
-    async def attach(
-        channel: grpc.aio.Channel, hello: pb.Hello, epoch: int, deadline: float, endpoint: str
-    ) -> Session:
-        """Raises what the store refuses with, UnavailableError without a Welcome in `deadline` seconds."""
+    async def attach(channel: grpc.aio.Channel, hello: pb.Hello, terms: Terms, epoch: int) -> Session:
+        """Raises what the store refuses with, UnavailableError when no Welcome comes in time."""
         stub = StoreStub(channel)  # type: ignore[no-untyped-call]
         stream = stub.Attach()
         try:
-            async with asyncio.timeout(deadline):
+            async with asyncio.timeout(terms.timeout):
                 # A stream that failed already says why when it is read.
                 with contextlib.suppress(asyncio.InvalidStateError):
                     await stream.write(pb.AttachRequest(hello=hello))
                 message = await stream.read()
         except TimeoutError:
             stream.cancel()
-            raise UnavailableError(f"Attach: no answer from the store at {endpoint} in time") from None
+            raise UnavailableError(f"Attach: no answer from the store at {terms.endpoint} in time") from None
         except grpc.aio.AioRpcError as error:
-            raise call_error(error, "Attach", endpoint, PoolMismatchError) from None
+            raise call_error(error, "Attach", terms.endpoint, PoolMismatchError) from None
         if message is grpc.aio.EOF or message.WhichOneof("message") != "welcome":
             stream.cancel()
-            raise UnavailableError(f"Attach: no Welcome from the store at {endpoint}")
-        return Session(stub, stream, message.welcome, epoch, deadline, endpoint)
+            raise UnavailableError(f"Attach: no Welcome from the store at {terms.endpoint}")
+        return Session(stub, stream, message.welcome, terms, epoch)
 
-    async def run(self, lease_ms: int, on_draining: Callable[[], None]) -> KVSieveError:
+    async def run(self, on_draining: Callable[[], None]) -> KVSieveError:
         """Reads the stream and sends heartbeats until the session has ended; returns why."""
-        if lease_ms:
-            self._beat_seconds = min(self._beat_seconds, lease_ms / 3000)
         loop = asyncio.get_running_loop()
         tasks = [loop.create_task(self._read(on_draining)), loop.create_task(self._beat())]
         for task in tasks:
@@ -114,9 +126,9 @@ class Session:
                 await asyncio.shield(self._ended)
         self.end(UnavailableError("the client is closed"))
 
-    async def match(self, keys: bytes, lease_ms: int) -> Match:
+    async def match(self, keys: bytes) -> Match:
         """Longest sealed prefix. A caller that is cancelled leaves no lease behind."""
-        task = self._keep(self._match(keys, min(lease_ms, self._limits.max_lease_ms)))
+        task = self._keep(self._match(keys))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -135,12 +147,13 @@ class Session:
         """More credits now; returns how many. Goes on when the caller is cancelled."""
         return await asyncio.shield(self._keep(self._reserve(count)))
 
-    async def _match(self, keys: bytes, lease_ms: int) -> Match:
+    async def _match(self, keys: bytes) -> Match:
         slots: list[int] = []
         generations: list[int] = []
         leases: list[int] = []
         try:
-            for request in batches.match_requests(self._id, keys, lease_ms, self._limits.max_match_keys):
+            limit = self._limits.max_match_keys
+            for request in batches.match_requests(self._id, keys, self._lease_ms, limit):
                 reply = await self._call("Match", self._stub.Match, request)
                 slots += reply.slots
                 generations += reply.generations
@@ -184,7 +197,7 @@ class Session:
         """One unary call with a deadline. Raises errors of kvsieve_store.errors only."""
         if self._ended.done():
             raise self._over()
-        call = method(request, timeout=self._deadline)
+        call = method(request, timeout=self._terms.timeout)
         self._calls.add(call)
         try:
             return await call
@@ -194,7 +207,7 @@ class Session:
                 raise
             raise self._over() from None
         except grpc.aio.AioRpcError as error:
-            mapped = call_error(error, name, self._endpoint)
+            mapped = call_error(error, name, self._terms.endpoint)
             if isinstance(mapped, NotFoundError):
                 # The only thing that a call can fail to find is its session.
                 self.end(mapped)
@@ -212,7 +225,7 @@ class Session:
                     self.credits.grant(message.credits)
                 case "draining":
                     on_draining()
-        raise UnavailableError(f"the store at {self._endpoint} ended the session")
+        raise UnavailableError(f"the store at {self._terms.endpoint} ended the session")
 
     async def _beat(self) -> None:
         while True:
@@ -225,9 +238,9 @@ class Session:
     def _stream_ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, grpc.aio.AioRpcError):
-            error = call_error(error, "Attach", self._endpoint)
+            error = call_error(error, "Attach", self._terms.endpoint)
         if not isinstance(error, KVSieveError):
-            error = UnavailableError(f"the stream to the store at {self._endpoint} broke: {error!r}")
+            error = UnavailableError(f"the stream to the store at {self._terms.endpoint} broke: {error!r}")
         self.end(error)
 
     def _give_back(self, task: asyncio.Task[Match]) -> None:
