@@ -48,8 +48,10 @@ class TcpAddress:
 def parse_address(text: str) -> UnixAddress | TcpAddress:
     """The address that "unix:///path", "tcp://host:port" or "host:port" names. Raises ValueError."""
     if text.startswith("unix:"):
-        path = Path("/" + text.removeprefix("unix:").lstrip("/"))
-        if not text.removeprefix("unix:").startswith("/") or path == Path("/"):
+        # unix:///path as a URL, unix:/path as gRPC writes it.
+        rest = text.removeprefix("unix:").removeprefix("//")
+        path = Path(rest)
+        if not rest.startswith("/") or path == Path("/"):
             raise ValueError(
                 f"{text!r}: a unix socket needs an absolute path, as in unix:///run/kvsieve/kvsieve.sock"
             )

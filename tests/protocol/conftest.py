@@ -1,8 +1,9 @@
-"""A real store per test, in this process or in one of its own, and an engine that speaks the bare protocol."""
+"""Real stores, in this process or in one of their own, and an engine that speaks the bare protocol."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import os
@@ -56,7 +57,7 @@ def small(directory: Path, **overrides: Any) -> dict[str, Any]:
 
 
 class Engine:
-    """One client connection. attach() opens its session; `credits` are its free slots, as (slot, generation)."""
+    """One client connection. attach() opens its session; credits: its free slots, (slot, generation) each."""
 
     def __init__(self, endpoint: str) -> None:
         self.channel = grpc.aio.insecure_channel(endpoint.removeprefix("tcp://"))
@@ -89,10 +90,9 @@ class Engine:
     async def send(self, message: pb.AttachRequest) -> None:
         if self.stream is None:
             self.stream = self.store.Attach()
-        try:
+        # Raised when the store has ended the stream; receive() says why.
+        with contextlib.suppress(asyncio.InvalidStateError):
             await self.stream.write(message)
-        except asyncio.InvalidStateError:
-            pass  # the store has ended the stream; receive() says why
 
     async def receive(self) -> pb.AttachResponse:
         """The next message of the session; raises grpc.aio.AioRpcError at its end."""
@@ -149,7 +149,7 @@ class Engine:
 
 
 async def snapshot(engine: Engine) -> str:
-    """Everything that operators can see, but for times and memory: equal snapshots mean that nothing changed."""
+    """All that operators can see, but for times and memory: equal snapshots mean that nothing changed."""
     status = await engine.admin.Status(admin.StatusRequest())
     sessions = await engine.admin.ListSessions(admin.ListSessionsRequest())
     pools = await engine.admin.ListPools(admin.ListPoolsRequest())
@@ -172,7 +172,9 @@ async def fails(call: Awaitable[Any], code: grpc.StatusCode, text: str) -> None:
 async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 20.0) -> None:
     """Waits for what another process or the store's clock brings about."""
     async with asyncio.timeout(seconds):
-        while not await condition():
+        while True:
+            if await condition():
+                return
             await asyncio.sleep(0.02)
 
 

@@ -20,7 +20,7 @@ from kvsieve_store.protocol.limits import MAX_BATCH, MAX_CREDITS
 from kvsieve_store.protocol.spec import Plane
 from kvsieve_store.server import Store
 
-from .conftest import EXTENT, SPEC, Engine, fails, key, snapshot, until
+from .conftest import EXTENT, SPEC, Engine, fails, snapshot, until
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -64,7 +64,7 @@ async def test_the_end_of_the_stream_ends_the_session(engine: Engine, store: Sto
     assert await engine.stream.read() is grpc.aio.EOF
     assert await engine.stream.code() is grpc.StatusCode.OK
     assert await sessions(engine) == []
-    assert not os.path.exists(engine.welcome.lock_path)
+    assert not list(store.core.arena.path.glob("session-*"))
     pools = (await engine.admin.ListPools(admin.ListPoolsRequest())).pools
     assert [(p.sealed_blocks, p.writing_slots, p.leased_blocks) for p in pools] == [(1, 0, 0)]
     await fails(engine.match(1), grpc.StatusCode.NOT_FOUND, "session")
@@ -253,4 +253,3 @@ async def test_a_store_that_stops_says_so(make_store: MakeStore, connect: Connec
     )
     assert not arena.exists()
     assert os.listdir(tmp_path / "run") == ["kvsieve.sock.lock"]
-    assert key(1)

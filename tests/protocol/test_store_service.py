@@ -12,7 +12,7 @@ from kvsieve_store.protocol.layout import ExtentLayout
 from kvsieve_store.protocol.limits import MAX_BATCH, MAX_LEASE_MS, MAX_MATCH_KEYS
 from kvsieve_store.server import Store
 
-from .conftest import EXTENT, EXTENTS, ROOT, SLOTS_PER_EXTENT, SPEC, Engine, fails, key, keys, snapshot
+from .conftest import EXTENTS, ROOT, SLOTS_PER_EXTENT, SPEC, Engine, fails, key, keys, snapshot
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
@@ -246,4 +246,3 @@ async def test_a_bug_costs_one_call_and_is_logged(
         )
     assert "secret detail" in caplog.text
     assert await engine.match(1) == pb.MatchResponse()
-    assert engine.welcome.arena.extent_bytes == EXTENT

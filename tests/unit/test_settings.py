@@ -173,7 +173,7 @@ def test_addresses(text: str, address: UnixAddress | TcpAddress) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "unix:", "unix:///", "host", "host:", "host:66000", ":80", "a b:80", "::1:80"]
+    "text", ["", "unix:", "unix:///", "unix://run", "host", "host:", "host:66000", ":80", "a b:80", "::1:80"]
 )
 def test_no_addresses(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):

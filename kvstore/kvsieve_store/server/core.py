@@ -177,6 +177,11 @@ class Core:
         for stream in self._streams.values():
             stream.end(error)
 
+    def close(self) -> None:
+        """Removes the lock files, for the end of the process."""
+        for lock in self._locks.values():
+            lock.discard()
+
     def _welcome(self, stream: SessionStream, spec: PoolSpec, lock: SessionLock, grant: Grant) -> pb.Welcome:
         timeout_ms = int(self.settings.session_timeout * 1000)
         return pb.Welcome(

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from time import perf_counter
-from typing import Any, cast
+from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from kvsieve_store.errors import KVSieveError
+from kvsieve_store.errors import InvalidRequestError, KVSieveError
 from kvsieve_store.server.metrics import RpcMetrics
 
 _log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Behaviour = Callable[[Any, Context], Awaitable[Any]]
+Handler: TypeAlias = Any  # grpc.RpcMethodHandler, whose stubs know of synchronous functions only.
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -28,38 +28,31 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, metrics: RpcMetrics) -> None:
         self._metrics = metrics
-        self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    ) -> Handler:
         method = handler_call_details.method
         if method in self._wrapped:
             return self._wrapped[method]
         handler = await continuation(handler_call_details)
         if handler is None or not method.startswith("/kvsieve.v1."):
             return handler
-        name = method.rpartition("/")[2]
-        # Attach is the one method that is not unary.
-        unary = handler.unary_unary is not None
-        make = grpc.unary_unary_rpc_method_handler if unary else grpc.stream_stream_rpc_method_handler
-        self._wrapped[method] = make(
-            self._wrap(name, cast(Behaviour, handler.unary_unary or handler.stream_stream), timed=unary),
-            handler.request_deserializer,
-            handler.response_serializer,
-        )
+        self._wrapped[method] = self._wrap(method.rpartition("/")[2], handler)
         return self._wrapped[method]
 
-    def _wrap(self, name: str, behaviour: Behaviour, timed: bool) -> Behaviour:
+    def _wrap(self, name: str, handler: Handler) -> Handler:
+        """The same handler, with errors mapped. Attach is the one method that is a stream."""
         requests, failed, seconds = self._metrics.of(name)
+        parse = _parser(name, handler.request_deserializer)
 
-        async def call(request: Any, context: Context) -> Any:
+        async def call(behaviour: Awaitable[Any], context: Context) -> Any:
             requests.inc()
-            start = perf_counter()
             try:
-                return await behaviour(request, context)
+                return await behaviour
             except KVSieveError as error:
                 code, details = error.code, str(error)
             except asyncio.CancelledError:
@@ -68,10 +61,30 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             except Exception:
                 _log.exception("%s failed", name)
                 code, details = grpc.StatusCode.INTERNAL, f"{name} failed inside the store; its log says why"
-            finally:
-                if timed:
-                    seconds.observe(perf_counter() - start)
             failed(code)
             return await context.abort(code, details)
 
-        return call
+        async def unary(raw: bytes, context: Context) -> Any:
+            async def answer() -> Any:
+                return await handler.unary_unary(parse(raw), context)
+
+            with seconds.time():
+                return await call(answer(), context)
+
+        async def stream(messages: object, context: Context) -> Any:
+            return await call(handler.stream_stream(messages, context), context)
+
+        if handler.unary_unary is None:
+            return grpc.stream_stream_rpc_method_handler(stream, parse, handler.response_serializer)
+        # Parsed here, not by gRPC, whose error for a broken message would be UNKNOWN with a traceback.
+        return grpc.unary_unary_rpc_method_handler(unary, None, handler.response_serializer)
+
+
+def _parser(method: str, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def parse_or_refuse(raw: bytes) -> Any:
+        try:
+            return parse(raw)
+        except DecodeError:
+            raise InvalidRequestError(f"message: {len(raw)} bytes that are no {method} request") from None
+
+    return parse_or_refuse

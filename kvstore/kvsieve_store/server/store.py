@@ -119,6 +119,7 @@ class Store:
         self._exits.callback(arena.close)
         self._exits.push_async_callback(self._end_prefault)
         core = self._core = Core(settings, arena, self._stop_requested)
+        self._exits.callback(core.close)
         registry = registry_of(core)
         if settings.http_address is not None:
             http = HttpServer(core, registry)
