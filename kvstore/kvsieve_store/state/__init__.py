@@ -14,11 +14,11 @@ from kvsieve_store.state.results import (
     Released,
     Sealed,
     SessionRow,
-    StateSettings,
     Totals,
     Unpinned,
 )
 from kvsieve_store.state.sessions import Session
+from kvsieve_store.state.settings import StateSettings
 from kvsieve_store.state.store import StoreState
 
 __all__ = [

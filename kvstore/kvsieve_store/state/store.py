@@ -35,11 +35,11 @@ from kvsieve_store.state.results import (
     Released,
     Sealed,
     SessionRow,
-    StateSettings,
     Totals,
     Unpinned,
 )
 from kvsieve_store.state.sessions import Session, SessionTable
+from kvsieve_store.state.settings import StateSettings
 
 _TICK_EVICTIONS = 4096
 """Most blocks that one tick evicts per pool, so that a tick stays short."""
