@@ -9,6 +9,7 @@ import fcntl
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,3 +77,8 @@ def dequantise(out: Path) -> None:
     model.config.architectures = [type(model).__name__]
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
+
+
+if __name__ == "__main__":
+    # A process of its own: what transformers and torch load and print stays out of the caller's.
+    ensure_smollm2(Path(sys.argv[1]))
