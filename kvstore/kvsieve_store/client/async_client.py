@@ -226,19 +226,19 @@ class AsyncStoreClient:
     def _change(self, state: ClientState, error: KVSieveError | None) -> None:
         if self.state is ClientState.CLOSED:
             return
+        is_news = state is not self.state
+        if is_news or (error and not self.error):
+            calm = error is None or state is ClientState.CLOSED
+            reason = f" ({error})" if error else ""
+            log.log(
+                logging.INFO if calm else logging.WARNING, "store at %s: %s%s", self.endpoint, state, reason
+            )
         self.error = _bare(error) if error else None
-        if state is self.state:
+        if not is_news:
             return
         self.state = state
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-        log.log(
-            logging.INFO if error is None or state is ClientState.CLOSED else logging.WARNING,
-            "kvsieve store at %s: %s%s",
-            self.endpoint,
-            state,
-            f" ({error})" if error else "",
-        )
         if self._on_change:
             try:
                 self._on_change(state)
