@@ -269,6 +269,22 @@ def test_another_spec_under_the_name_is_refused_with_both_values(endpoint: str) 
     assert changes == ["refused", "closed"]
 
 
+def test_a_refused_client_attaches_once_the_reason_is_gone(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsieve_store.client.async_client.REFUSED_RETRY_SECONDS", 0.1)
+    changes: list[str] = []
+    holder = client(endpoint)
+    with StoreClient(
+        endpoint, replace(SPEC, dtype="float16"), engine_id="other", on_change=changes.append
+    ) as c:
+        until(lambda: c.state == ClientState.REFUSED)
+        holder.close()
+        until(lambda: c.state == ClientState.ATTACHED)
+        assert c.error is None
+    assert changes == ["refused", "attached", "closed"]
+
+
 def test_a_bad_hello_is_refused(endpoint: str) -> None:
     with (
         StoreClient(endpoint, SPEC, engine_id="test", credit_target=1 << 20) as c,
