@@ -191,7 +191,8 @@ def test_messages_beyond_the_limits_are_split(endpoint: str) -> None:
 def test_a_stale_epoch_is_refused(endpoint: str) -> None:
     with client(endpoint) as c:
         epoch = c.wait_attached(0).epoch
-        refs = c.take_credits(2)
+        assert c.take_credits(2, epoch=epoch + 1) == []
+        refs = c.take_credits(2, epoch=epoch)
         with pytest.raises(UnavailableError, match=r"epoch: 7 given"):
             c.seal(entries(chain(1), refs), epoch=7)
         with pytest.raises(UnavailableError, match=r"epoch: 0 given"):

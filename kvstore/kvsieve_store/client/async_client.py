@@ -122,14 +122,16 @@ class AsyncStoreClient:
                     await self._changed.wait()
         raise UnavailableError(f"not attached after {timeout:g} s: {self.error or 'no answer yet'}")
 
-    def take_credits(self, n: int) -> list[SlotRef]:
+    def take_credits(self, n: int, *, epoch: int | None = None) -> list[SlotRef]:
         """At most `n` free slots to write to, fewer when the store has not granted more. Never waits.
 
-        Read attachment.epoch before the call, not after: slots of a newer session then fail with the older
-        epoch, instead of the other way round.
+        None when `epoch` is not the current one. Without it, read attachment.epoch before the call, not
+        after: slots of a newer session then fail with the older epoch, instead of the other way round.
         """
         session = self._session
-        return session.credits.take(n) if session and self.state is ClientState.ATTACHED else []
+        if session is None or self.state is not ClientState.ATTACHED:
+            return []
+        return session.credits.take(n) if epoch in (None, session.attachment.epoch) else []
 
     async def match(self, keys: bytes | Sequence[bytes]) -> Match:
         """Longest sealed prefix of `keys` (in chain order), leased until released or the session ends."""

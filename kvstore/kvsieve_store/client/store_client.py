@@ -103,12 +103,10 @@ class StoreClient:
         there, UnavailableError after `timeout` seconds or when the client is closed."""
         return self._wait(self._submit(lambda: self._core.wait_attached(timeout)))
 
-    def take_credits(self, n: int) -> list[SlotRef]:
-        """At most `n` free slots to write to, fewer when the store has not granted more. Never waits.
-
-        Read attachment.epoch before the call, not after, and give it to seal() and release().
-        """
-        return self._core.take_credits(n)
+    def take_credits(self, n: int, *, epoch: int | None = None) -> list[SlotRef]:
+        """At most `n` free slots to write to, fewer when the store has not granted more, none when `epoch` is
+        not the current one. Never waits; see AsyncStoreClient.take_credits()."""
+        return self._core.take_credits(n, epoch=epoch)
 
     def match(self, keys: bytes | Sequence[bytes]) -> Match:
         """Longest sealed prefix of `keys` (in chain order), leased until released or the session ends."""
