@@ -264,5 +264,6 @@ def spawn(tmp_path: Path) -> Iterator[Callable[..., StoreProcess]]:
 
     yield start
     for store in stores:
-        store.process.kill()
-        store.process.wait()
+        # A killed store would leave its arena behind.
+        store.process.terminate()
+        store.process.wait(20)

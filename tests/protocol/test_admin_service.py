@@ -165,5 +165,17 @@ async def test_drain_gives_up_when_the_time_is_over(engine: Engine, store: Store
     await store.wait_until_stop()
 
 
+async def test_a_drain_goes_on_without_its_caller(engine: Engine, store: Store) -> None:
+    await engine.seal(1)
+    lease = (await engine.match(1, lease_ms=60_000)).lease_id
+    call = engine.admin.Drain(admin.DrainRequest(timeout_ms=60_000))
+    await engine.receive()
+    call.cancel()
+    second = asyncio.create_task(_drain(engine, 60_000))
+    await engine.store.Release(pb.ReleaseRequest(session_id=engine.session_id, lease_ids=[lease]))
+    assert (await second).leases_left == 0
+    await store.wait_until_stop()
+
+
 async def _drain(engine: Engine, timeout_ms: int) -> admin.DrainResponse:
     return await engine.admin.Drain(admin.DrainRequest(timeout_ms=timeout_ms))

@@ -247,7 +247,7 @@ async def test_json_log_lines(spawn: Spawn) -> None:
 
 
 async def test_readyz_turns_from_503_to_200(spawn: Spawn, unused_port: int) -> None:
-    store = spawn(http=f"127.0.0.1:{unused_port}", pool_size=32 * EXTENTS * EXTENT)
+    store = spawn(http=f"127.0.0.1:{unused_port}", pool_size=8 * EXTENTS * EXTENT)
     seen: list[int] = []
 
     async def ready() -> bool:

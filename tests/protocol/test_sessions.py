@@ -15,6 +15,7 @@ import pytest
 from kvsieve.v1 import admin_pb2 as admin
 from kvsieve.v1 import store_pb2 as pb
 from kvsieve_store.arena import Arena
+from kvsieve_store.errors import CapacityError
 from kvsieve_store.protocol.layout import ExtentLayout, SlotLayout
 from kvsieve_store.protocol.limits import MAX_BATCH, MAX_CREDITS
 from kvsieve_store.protocol.spec import Plane
@@ -240,6 +241,19 @@ async def test_no_session_before_the_arena_is_prefaulted(
     engine.stream = None
     await engine.attach()
     assert (await engine.admin.Status(admin.StatusRequest())).state == "ready"
+
+
+async def test_a_store_whose_memory_runs_out_gives_up(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*args: object) -> None:
+        raise CapacityError("pool_size: memory ran out")
+
+    monkeypatch.setattr(Arena, "prefault", no_memory)
+    store = await make_store(ready=False)
+    for waiting in (store.wait_until_ready(), store.wait_until_stop()):
+        with pytest.raises(CapacityError, match="memory ran out"):
+            await waiting
 
 
 async def test_a_store_that_stops_says_so(make_store: MakeStore, connect: Connect, tmp_path) -> None:

@@ -65,9 +65,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         timeout_ms = request.timeout_ms or _DEFAULT_DRAIN_MS
         if timeout_ms > _MAX_DRAIN_MS:
             raise InvalidRequestError(f"timeout_ms: {timeout_ms} given, at most {_MAX_DRAIN_MS} allowed")
-        left = await self._core.drain(timeout_ms / 1000)
-        self._core.stop_requested.set()
-        return pb.DrainResponse(leases_left=left)
+        return pb.DrainResponse(leases_left=await self._core.drain(timeout_ms / 1000))
 
 
 def status(core: Core) -> pb.StatusResponse:

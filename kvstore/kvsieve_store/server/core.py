@@ -32,7 +32,7 @@ _HEARTBEATS_PER_TIMEOUT = 4
 
 
 class Core:
-    """Runs in the event loop's thread only; no method but drain() waits.
+    """Runs in the event loop's thread only; only drain() waits.
 
     phase, prefaulted: what Admin.Status says.
     instance: 16 random bytes, of this store process.
@@ -65,6 +65,7 @@ class Core:
         self.draining = asyncio.Event()
         self.stop_requested = stop_requested
         self._started = self.now()
+        self._drain: asyncio.Task[int] | None = None
         self._streams: dict[bytes, SessionStream] = {}
         self._locks: dict[bytes, SessionLock] = {}
 
@@ -108,7 +109,7 @@ class Core:
             lock.discard()
             raise
         stream = SessionStream(
-            session_id, session.layout, f"{hello.engine_id} (pool {spec.name}, pid {hello.pid})"
+            session_id, session.layout, f"{hello.engine_id!r} (pool {spec.name!r}, pid {hello.pid})"
         )
         self._streams[session_id] = stream
         self._locks[session_id] = lock
@@ -157,7 +158,15 @@ class Core:
             self._streams[session_id].send(pb.AttachResponse(credits=credits_message(grant)))
 
     async def drain(self, seconds: float) -> int:
-        """Refuses new work, tells all engines, waits up to `seconds`; returns the leases left."""
+        """Refuses new work, tells all engines, waits up to `seconds`, then requests the stop.
+
+        Returns the leases left. Goes on when the caller goes away; a second call joins the first.
+        """
+        if self._drain is None:
+            self._drain = asyncio.create_task(self._run_drain(seconds))
+        return await asyncio.shield(self._drain)
+
+    async def _run_drain(self, seconds: float) -> int:
         _log.info("draining: waiting up to %g s for leases", seconds)
         self.phase = "draining"
         self.draining.set()
@@ -169,6 +178,7 @@ class Core:
             leases = self.state.totals().leases
             if not leases or self.now() >= deadline:
                 _log.info("drained: %d leases left", leases)
+                self.stop_requested.set()
                 return leases
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
 
@@ -178,7 +188,9 @@ class Core:
             stream.end(error)
 
     def close(self) -> None:
-        """Removes the lock files, for the end of the process."""
+        """Ends a drain and removes the lock files, for the end of the process."""
+        if self._drain is not None:
+            self._drain.cancel()
         for lock in self._locks.values():
             lock.discard()
 
