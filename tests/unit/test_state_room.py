@@ -200,6 +200,18 @@ def test_the_tick_keeps_slots_free() -> None:
     assert left(state, *range(8)) == [3, 4, 5, 6]
 
 
+def test_a_short_tick_goes_on_at_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tick evicts so much and no more; the ones after it go on up to the high mark."""
+    monkeypatch.setattr("kvsieve_store.state.store._TICK_EVICTIONS", 1)
+    state = StoreState(settings(extents=2, free_low=0.25, free_high=0.5))
+    attach(state).save(*range(7))
+    sealed = []
+    for _ in range(5):
+        state.tick(0)
+        sealed.append(state.totals().sealed_blocks)
+    assert sealed == [6, 5, 4, 4, 4]
+
+
 def test_the_tick_does_not_evict_while_the_pool_can_grow() -> None:
     state = StoreState(settings(extents=2, free_low=0.5, free_high=1.0))
     attach(state).save(1, 2, 3, 4)
