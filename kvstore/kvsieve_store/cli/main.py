@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import os
 import sys
 from collections.abc import Callable
 
@@ -96,10 +95,6 @@ def main() -> None:
         sys.exit(USAGE)
     except KVSieveError as error:
         print_error(str(error))
-        sys.exit(FAILED)
-    except BrokenPipeError:
-        # The reader, `head` for one, has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
 
 

@@ -1,0 +1,166 @@
+"""`kvsieve doctor`: each check on hosts that are well and hosts that are not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import resource
+import socket
+import tomllib
+from pathlib import Path
+
+import pytest
+from kvsieve_store.cli import checks
+from kvsieve_store.cli.checks import Level
+from kvsieve_store.settings import StoreSettings, load
+
+from tests.conftest import ROOT
+from tests.protocol.client_stores import store_thread
+from tests.unit.cli_run import Run, runner
+
+LISTEN = {"listen": ["unix:///run/s.sock"]}
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return runner(monkeypatch, capsys)
+
+
+def settings(**values: object) -> StoreSettings:
+    return load(LISTEN | values, None, {})
+
+
+def installed(version: str) -> checks.Version:
+    return lambda name: version
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [
+        ("0.32.0", Level.OK),
+        ("0.32.0+cpu", Level.OK),
+        ("0.33.1rc2", Level.OK),
+        ("0.34.0", Level.OK),
+        ("0.31.2", Level.FAIL),
+        ("0.35.0", Level.FAIL),
+        ("1.0.0", Level.FAIL),
+    ],
+)
+def test_vllm_versions(version: str, level: Level) -> None:
+    assert checks.vllm(installed(version)).level is level
+
+
+def test_no_vllm_is_no_failure() -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    assert checks.vllm(version).level is Level.WARN
+
+
+def test_the_supported_versions_are_those_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (requirement,) = project["optional-dependencies"]["vllm"]
+    low, below = (".".join(map(str, v)) for v in (checks.VLLM_MIN, checks.VLLM_BELOW))
+    assert requirement == f"vllm>={low},<{below}"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "names", "level"),
+    [
+        (None, ["kvsieve"], Level.OK),
+        ("other,kvsieve", ["kvsieve"], Level.OK),
+        ("other", ["kvsieve"], Level.FAIL),
+        ("", ["kvsieve"], Level.FAIL),
+        (None, ["other"], Level.FAIL),
+    ],
+)
+def test_plugin(allowed: str | None, names: list[str], level: Level) -> None:
+    environ = {} if allowed is None else {"VLLM_PLUGINS": allowed}
+    assert checks.plugin(environ, names).level is level
+
+
+@pytest.mark.parametrize(
+    ("limit", "level"),
+    [(resource.RLIM_INFINITY, Level.OK), (1 << 30, Level.OK), (8 << 20, Level.WARN), (0, Level.WARN)],
+)
+def test_memlock(limit: int, level: Level) -> None:
+    assert checks.memlock(1 << 30, limit).level is level
+
+
+def test_memory_that_does_not_fit_is_a_failure_with_advice() -> None:
+    finding = checks.memory(settings(pool_size="900TiB"), running=False)
+    assert finding.level is Level.FAIL
+    assert "--pool-size" in finding.advice
+
+
+def test_memory_of_a_running_store_is_taken_already() -> None:
+    assert checks.memory(settings(pool_size="900TiB"), running=True).level is Level.OK
+
+
+def test_memory_on_a_mount_that_is_not_there(tmp_path: Path) -> None:
+    finding = checks.memory(settings(shm_dir=str(tmp_path / "nowhere")), running=False)
+    assert finding.level is Level.FAIL
+    assert "nowhere" in finding.found
+
+
+def test_hugepages(tmp_path: Path) -> None:
+    assert checks.hugepages(None, tmp_path).level is Level.OK
+    assert checks.hugepages(Path("/mnt/huge"), tmp_path).level is Level.FAIL
+    folder = tmp_path / "kernel/mm/hugepages/hugepages-2048kB"
+    folder.mkdir(parents=True)
+    (folder / "nr_hugepages").write_text("512\n")
+    (folder / "free_hugepages").write_text("500\n")
+    finding = checks.hugepages(Path("/mnt/huge"), tmp_path)
+    assert (finding.level, finding.found) == (Level.OK, "512 of 2048kB, 500 free")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "node", "level"),
+    [(1, None, Level.OK), (2, None, Level.WARN), (2, 1, Level.OK), (2, 2, Level.FAIL), (0, None, Level.OK)],
+)
+def test_numa(tmp_path: Path, nodes: int, node: int | None, level: Level) -> None:
+    for n in range(nodes):
+        (tmp_path / f"devices/system/node/node{n}").mkdir(parents=True)
+    assert checks.numa(node, tmp_path).level is level
+
+
+@pytest.mark.parametrize(("seed", "level"), [(None, Level.OK), ("0", Level.OK), ("random", Level.WARN)])
+def test_hash_seed(seed: str | None, level: Level) -> None:
+    assert checks.hashes({} if seed is None else {"PYTHONHASHSEED": seed}).level is level
+
+
+def test_store_answers() -> None:
+    with store_thread() as endpoint:
+        assert checks.store(endpoint).level is Level.OK
+
+
+def test_no_store_yet_is_no_failure(tmp_path: Path) -> None:
+    finding = checks.store(f"unix://{tmp_path}/s.sock")
+    assert finding.level is Level.WARN
+    assert "kvsieve serve" in finding.advice
+
+
+def test_a_socket_that_nobody_serves(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "s.sock"))
+    assert checks.store(f"unix://{tmp_path}/s.sock").level is Level.FAIL
+
+
+def test_a_file_in_the_socket_s_place(tmp_path: Path) -> None:
+    (tmp_path / "s.sock").touch()
+    assert "not a socket" in checks.store(f"unix://{tmp_path}/s.sock").found
+
+
+def test_an_address_that_makes_no_sense() -> None:
+    assert checks.store("ftp://x").level is Level.FAIL
+
+
+def test_report(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVSIEVE_ENDPOINT", f"unix://{tmp_path}/s.sock")
+    flags = ["doctor", "--pool-size", "64MiB"]
+    outcome = run(*flags)
+    assert outcome.code == 0
+    assert "no store runs there" in outcome.out
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    outcome = run(*flags, "--format", "json")
+    assert outcome.code == 1
+    assert {f["check"]: f["level"] for f in outcome.json}["plugin"] == "fail"
