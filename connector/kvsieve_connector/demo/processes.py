@@ -13,10 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
 from kvsieve_store.errors import KVSieveError
 
 _POLL_SECONDS = 0.2
 _END_SECONDS = 15.0
+_GONE_SECONDS = 15.0
 _TAIL_LINES = 40
 
 
@@ -76,8 +78,8 @@ class Child:
         """SIGKILL to the whole group: nobody gets to say goodbye. Returns when all are gone."""
         self._signal(signal.SIGKILL)
         self._process.wait()
-        deadline = time.monotonic() + _END_SECONDS
-        while self._alive() and time.monotonic() < deadline:
+        deadline = time.monotonic() + _GONE_SECONDS
+        while self.alive() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS / 4)
 
     def close(self) -> None:
@@ -96,13 +98,13 @@ class Child:
     ) -> None:
         self.close()
 
-    def _alive(self) -> bool:
-        """Whether any process of the group is left."""
-        try:
-            os.killpg(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
+    def alive(self) -> bool:
+        """Whether a process of the group is left; one that nobody has waited for yet does not count."""
+        for process in psutil.process_iter(["status"]):
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(process.pid) == self.pid and process.info["status"] != psutil.STATUS_ZOMBIE:
+                    return True
+        return False
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
