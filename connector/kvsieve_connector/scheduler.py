@@ -212,7 +212,7 @@ class SchedulerHalf:
 
         def give_back(answered: Future[Match]) -> None:
             if not answered.cancelled() and not answered.exception() and epoch == self._epoch():
-                client.release_async(lease_ids=answered.result().lease_ids)
+                client.release_async(answered.result().lease_ids, epoch=epoch)
 
         future.add_done_callback(give_back)
 
@@ -297,9 +297,7 @@ class SchedulerHalf:
             key = self._key(request, index)
             if key not in self._in_flight:
                 wanted.append((index, key))
-        refs = self._client.take_credits(len(wanted)) if wanted else []
-        if self._epoch() != self._sent_epoch:  # lost just now: these may be slots of the next session
-            return
+        refs = self._client.take_credits(len(wanted), epoch=self._sent_epoch) if wanted else []
         if len(refs) < len(wanted):
             self._deny(state, len(wanted) - len(refs))
             full = wanted[len(refs)][0]

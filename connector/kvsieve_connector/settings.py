@@ -28,7 +28,7 @@ class ConnectorSettings(BaseModel):
     connect_timeout_ms: int = Field(default=2_000, ge=0, le=60_000)
     """How long the engine's start waits for the store. Past it, serving starts without."""
 
-    match_timeout_ms: int = Field(default=250, ge=1, le=60_000)
+    match_timeout_ms: int = Field(default=1_000, ge=1, le=60_000)
     """How long a request waits for the answer to its match before it is computed without."""
 
     credits: int | None = Field(default=None, ge=1, le=16_384)

@@ -55,7 +55,8 @@ def run_engine(model: Path, endpoint: str | None = None, **args: Any) -> Iterato
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    own = args.pop("kvsieve", {})
+    # Busy cores answer late; a test that waits for a match must not lose it to that.
+    own = {"match_timeout_ms": 20_000} | args.pop("kvsieve", {})
     # Names of folders are NAME-RECIPE.
     settings = ENGINE_ARGS[model.name.rsplit("-", 1)[0]] | {
         "max_model_len": 2048,

@@ -1,4 +1,4 @@
-"""cache mode on a real engine: what is saved by one engine is loaded by the next, and the answers stay the same."""
+"""cache mode on a real engine: one engine loads what another saved, and the answers stay the same."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def test_a_second_engine_loads_what_the_first_saved(
         plain = generate(llm, PROMPTS)
     with engine(path, **args) as llm:
         again = generate(llm, PROMPTS)
+        warm = generate(llm, PROMPTS)  # from the engine's own prefix cache, where it has one
     with engine(path, store.endpoint, **args) as llm:
         saved = generate(llm, PROMPTS)
         seals_done(llm)
@@ -49,9 +50,11 @@ def test_a_second_engine_loads_what_the_first_saved(
         loaded = generate(llm, PROMPTS)
         stats = counters(llm)
 
-    spread = max(a.distance(b) for a, b in zip(plain, again, strict=True))
+    # The engine against itself: two runs, and with and without its own prefix cache (other chunk boundaries).
+    rerun = max(a.distance(b) for a, b in zip(plain, again, strict=True))
+    spread = max(rerun, *(a.distance(b) for a, b in zip(plain, warm, strict=True)))
     assert [a.cached for a in saved] == [0] * len(PROMPTS)
-    assert max(a.distance(b) for a, b in zip(plain, saved, strict=True)) <= spread
+    assert max(a.distance(b) for a, b in zip(plain, saved, strict=True)) <= rerun
     assert [a.cached for a in loaded] == [full_blocks(n, block) for n in LENGTHS]
     assert max(a.distance(b) for a, b in zip(plain, loaded, strict=True)) <= spread + 1e-3
     assert stats["loaded_blocks"] == sum(full_blocks(n, block) for n in LENGTHS) // block
