@@ -50,7 +50,8 @@ class Engine:
             "kv_connector": "KVSieveConnector",
             "kv_connector_module_path": "kvsieve_connector.connector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"kvsieve.endpoint": endpoint},
+            # A machine with few cores, busy with two engines' worth of start-up, may answer late.
+            "kv_connector_extra_config": {"kvsieve.endpoint": endpoint, "kvsieve.match_timeout_ms": 10_000},
         }
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self._model]
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "model"]
