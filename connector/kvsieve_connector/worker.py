@@ -5,8 +5,6 @@ It talks to nobody but the scheduler: the arena is mapped from the attachment th
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,6 +42,7 @@ class WorkerHalf:
         self._arena: ArenaMap | None = None
         self._orders = StepOrders()
         self._done_layers = 0
+        self._saved: list[int] = []
         self._failed_saves: set[int] = set()
         self._refused_loads: list[LoadOrder] = []
 
@@ -83,7 +82,7 @@ class WorkerHalf:
         index = self._order_of_layer.get(name)
         # Layers are copied in slot order, so that layers_done is a count; another order waits for the end.
         if self._orders.saves and index is not None and index == self._done_layers:
-            self._count_save(lambda: self._copies.save_layer(index, self._orders.saves))
+            self._copies.save_layer(index, self._orders.saves)
             self._done_layers += 1
 
     def start_loads(self) -> None:
@@ -99,10 +98,17 @@ class WorkerHalf:
         """The forward is over, or launched on the device: copies what the layer hooks have not."""
         saves, self._orders.saves = self._orders.saves, []
         if saves:
-            self._count_save(lambda: self._copies.finish_saves(saves, self._done_layers))
+            self._copies.finish_saves(saves, self._done_layers)
 
     def results(self) -> KVConnectorTransferResults:
-        """Requests whose loads have ended since the last call; failed ones are among the ended."""
+        """Requests whose loads have ended since the last call; failed ones are among the ended.
+
+        vLLM asks for this before the stats and the report, so it is here that copies are looked after.
+        """
+        if self._engine is not None:
+            saved = self._engine.saved()
+            self._saved += saved.jobs
+            self.stats.add(saved_bytes=saved.copied, save_seconds=saved.seconds)
         results = KVConnectorTransferResults()
         for order in self._refused_loads:
             results.finished_recving.add(order.req_id)
@@ -120,11 +126,10 @@ class WorkerHalf:
         return results
 
     def report(self) -> WorkerReport | None:
-        saved = self._engine.saved() if self._engine is not None else []
-        if not saved and not self._failed_saves:
+        if not self._saved and not self._failed_saves:
             return None
-        report = WorkerReport(dict.fromkeys(saved, 1), self._failed_saves)
-        self._failed_saves = set()
+        report = WorkerReport(dict.fromkeys(self._saved, 1), self._failed_saves)
+        self._saved, self._failed_saves = [], set()
         return report
 
     def close(self) -> None:
@@ -172,11 +177,6 @@ class WorkerHalf:
                 self._arena.close()
             self._arena = None
         self._copies.use(self._arena)
-
-    def _count_save(self, copy: Callable[[], int]) -> None:
-        started = time.perf_counter()
-        copied = copy()
-        self.stats.add(saved_bytes=copied, save_seconds=time.perf_counter() - started)
 
     @property
     def _copies(self) -> CopyEngine:

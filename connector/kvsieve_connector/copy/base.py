@@ -40,6 +40,15 @@ class LayerPages:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveResult:
+    """What has landed in the arena: jobs of the orders, bytes, and the time of the copies in seconds."""
+
+    jobs: list[int]
+    copied: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class LoadResult:
     """A load order that has ended. copied: bytes; seconds: time of the copy."""
 
@@ -75,17 +84,17 @@ class CopyEngine(ABC):
         """Waits until no copy touches the arena any more."""
 
     @abstractmethod
-    def save_layer(self, index: int, orders: list[SaveOrder]) -> int:
+    def save_layer(self, index: int, orders: list[SaveOrder]) -> None:
         """Copies layer `written[index]` of each block, if this device copies layer by layer; layers come in
-        order. Bytes copied; 0: left to finish_saves."""
+        order. Else it is left to finish_saves."""
 
     @abstractmethod
-    def finish_saves(self, orders: list[SaveOrder], done_layers: int) -> int:
-        """Copies, or starts to copy, what save_layer has left: layers from `done_layers` on. Bytes."""
+    def finish_saves(self, orders: list[SaveOrder], done_layers: int) -> None:
+        """Copies, or starts to copy, what save_layer has left: layers from `done_layers` on."""
 
     @abstractmethod
-    def saved(self) -> list[int]:
-        """Jobs whose bytes are now all in the arena, each once."""
+    def saved(self) -> SaveResult:
+        """Orders whose bytes are now all in the arena, each once."""
 
     @abstractmethod
     def start_load(self, order: LoadOrder) -> None:

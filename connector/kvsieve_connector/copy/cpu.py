@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from kvsieve_connector.copy.base import CopyEngine, LayerPages, LoadResult
+from kvsieve_connector.copy.base import CopyEngine, LayerPages, LoadResult, SaveResult
 
 if TYPE_CHECKING:
     from kvsieve_store.client import ArenaMap
@@ -30,6 +30,7 @@ class CpuCopyEngine(CopyEngine):
         super().__init__(layers, shard)
         self._arena: ArenaMap | None = None
         self._saved: list[int] = []
+        self._copied, self._seconds = 0, 0.0
         self._orders: queue.SimpleQueue[LoadOrder | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
         self._idle = threading.Event()
@@ -44,8 +45,9 @@ class CpuCopyEngine(CopyEngine):
     def use(self, arena: ArenaMap | None) -> None:
         self._arena = arena
 
-    def save_layer(self, index: int, orders: list[SaveOrder]) -> int:
+    def save_layer(self, index: int, orders: list[SaveOrder]) -> None:
         assert self._arena is not None
+        started = time.perf_counter()
         layer = self.written[index]
         base, stride, size = layer.view.data_ptr(), layer.view.stride(0), layer.page_bytes
         for order in orders:
@@ -54,16 +56,18 @@ class CpuCopyEngine(CopyEngine):
                 _memmove(to, base + page * stride, size)
                 to += size
             self._arena.set_layers_done(order.slot, self.shard, index + 1)
-        return layer.block_bytes * len(orders)
+        self._copied += layer.block_bytes * len(orders)
+        self._seconds += time.perf_counter() - started
 
-    def finish_saves(self, orders: list[SaveOrder], done_layers: int) -> int:
-        copied = sum(self.save_layer(i, orders) for i in range(done_layers, len(self.written)))
+    def finish_saves(self, orders: list[SaveOrder], done_layers: int) -> None:
+        for index in range(done_layers, len(self.written)):
+            self.save_layer(index, orders)
         self._saved.extend(order.job for order in orders)
-        return copied
 
-    def saved(self) -> list[int]:
-        jobs, self._saved = self._saved, []
-        return jobs
+    def saved(self) -> SaveResult:
+        result = SaveResult(self._saved, self._copied, self._seconds)
+        self._saved, self._copied, self._seconds = [], 0, 0.0
+        return result
 
     def start_load(self, order: LoadOrder) -> None:
         self._idle.clear()

@@ -15,7 +15,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.logger import init_logger
 
-from kvsieve_connector.copy.base import CopyEngine, LayerPages, LoadResult
+from kvsieve_connector.copy.base import CopyEngine, LayerPages, LoadResult, SaveResult
 
 if TYPE_CHECKING:
     from kvsieve_store.client import ArenaMap
@@ -43,6 +43,8 @@ class _Run:
 @dataclass(slots=True)
 class _Save:
     orders: list[SaveOrder]
+    copied: int
+    begun: torch.cuda.Event
     done: torch.cuda.Event
 
 
@@ -106,30 +108,34 @@ class CudaCopyEngine(CopyEngine):
         self._save_stream.synchronize()
         self._load_stream.synchronize()
 
-    def save_layer(self, index: int, orders: list[SaveOrder]) -> int:
-        return 0
+    def save_layer(self, index: int, orders: list[SaveOrder]) -> None:
+        """Left to finish_saves: one run per block, not one per layer."""
 
-    def finish_saves(self, orders: list[SaveOrder], done_layers: int) -> int:
+    def finish_saves(self, orders: list[SaveOrder], done_layers: int) -> None:
         assert self._arena is not None
         sources, targets, sizes = self._ranges(
             self._save_runs, [(order.slot, order.pages) for order in orders]
         )
         self._save_stream.wait_stream(torch.cuda.current_stream(self._device))
+        begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(self._save_stream):
+            begun.record()
             _copy(sources, targets, sizes)
-            done = torch.cuda.Event()
             done.record()
-        self._saves.append(_Save(orders, done))
-        return sum(sizes)
+        self._saves.append(_Save(orders, sum(sizes), begun, done))
 
-    def saved(self) -> list[int]:
+    def saved(self) -> SaveResult:
         jobs: list[int] = []
+        copied, seconds = 0, 0.0
         while self._saves and self._saves[0].done.query():
-            for order in self._saves.pop(0).orders:
+            save = self._saves.pop(0)
+            copied += save.copied
+            seconds += save.begun.elapsed_time(save.done) / 1000
+            for order in save.orders:
                 if self._arena is not None:
                     self._arena.set_layers_done(order.slot, self.shard, len(self.written))
                 jobs.append(order.job)
-        return jobs
+        return SaveResult(jobs, copied, seconds)
 
     def start_load(self, order: LoadOrder) -> None:
         assert self._arena is not None

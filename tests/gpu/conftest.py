@@ -1,0 +1,76 @@
+"""Stock vLLM on a CUDA device. `pytest tests/gpu` on a GPU host with vllm >= 0.33; skipped elsewhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import MODEL_CACHE, ROOT
+from tests.engine.conftest import transfer_config
+
+
+def has_cuda() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in here:
+        item.add_marker(pytest.mark.gpu)
+        item.add_marker(pytest.mark.timeout(300))
+    if here and not has_cuda():
+        for item in here:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@contextmanager
+def run_gpu_engine(model: Path, endpoint: str | None = None, **args: Any) -> Iterator[Any]:
+    """A vllm.LLM on the device, with the connector on the store at `endpoint`, or without one."""
+    import gc
+
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    settings: dict[str, Any] = {
+        "max_model_len": 8192,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 2048,
+        "kv_cache_memory_bytes": 1 << 30,
+        "seed": 0,
+        "skip_tokenizer_init": True,
+    }
+    own = {"match_timeout_ms": 20_000, "connect_timeout_ms": 20_000} | args.pop("kvsieve", {})
+    if endpoint is not None:
+        settings["kv_transfer_config"] = KVTransferConfig(**transfer_config(endpoint, **own))
+    llm = LLM(model=str(model), **(settings | args))
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+@pytest.fixture
+def gpu_engine() -> Callable[..., AbstractContextManager[Any]]:
+    return run_gpu_engine
+
+
+@pytest.fixture(scope="session")
+def tiny_dsa() -> Path:
+    """DeepSeek-V3.2 in small: MLA latent and indexer caches of the real shapes, 4 layers, random weights."""
+    path = MODEL_CACHE / "tiny-dsa"
+    if not (path / "config.json").exists():
+        maker = ROOT / "tests" / "gpu" / "make_dsa.py"
+        subprocess.run([sys.executable, str(maker), str(path)], check=True)
+    return path

@@ -1,0 +1,113 @@
+"""Writes a DeepSeek-V3.2 in small: its attention shapes (latent 512 + 64, indexer 128), few layers.
+
+    python tests/gpu/make_dsa.py OUT
+
+Weights are random with a fixed seed, large enough that outputs depend on the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+LAYERS, HIDDEN, HEADS, VOCAB = 4, 1024, 64, 32_000
+Q_RANK, KV_RANK, NOPE, ROPE, VALUE = 512, 512, 128, 64, 128
+INDEX_HEADS, INDEX_DIM = 64, 128
+
+
+def config() -> dict[str, Any]:
+    """Every layer is dense: experts are declared, because the config class wants them, and never built."""
+    return {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "torch_dtype": "bfloat16",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": VOCAB,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "q_lora_rank": Q_RANK,
+        "kv_lora_rank": KV_RANK,
+        "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROPE,
+        "v_head_dim": VALUE,
+        "index_n_heads": INDEX_HEADS,
+        "index_head_dim": INDEX_DIM,
+        "index_topk": 2048,
+        "max_position_embeddings": 163_840,
+        "rope_theta": 10_000,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "num_nextn_predict_layers": 0,
+        "first_k_dense_replace": LAYERS,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 512,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+    }
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 0.02) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(torch.bfloat16)
+
+    def ones(size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.ones(size, dtype=dtype)
+
+    tensors = {
+        "model.embed_tokens.weight": normal(VOCAB, HIDDEN, scale=1.0),
+        "model.norm.weight": ones(HIDDEN),
+        "lm_head.weight": normal(VOCAB, HIDDEN),
+    }
+    for layer in range(LAYERS):
+        parts = {
+            "input_layernorm.weight": ones(HIDDEN),
+            "post_attention_layernorm.weight": ones(HIDDEN),
+            "self_attn.q_a_proj.weight": normal(Q_RANK, HIDDEN),
+            "self_attn.q_a_layernorm.weight": ones(Q_RANK),
+            "self_attn.q_b_proj.weight": normal(HEADS * (NOPE + ROPE), Q_RANK, scale=0.06),
+            "self_attn.kv_a_proj_with_mqa.weight": normal(KV_RANK + ROPE, HIDDEN),
+            "self_attn.kv_a_layernorm.weight": ones(KV_RANK),
+            "self_attn.kv_b_proj.weight": normal(HEADS * (NOPE + VALUE), KV_RANK, scale=0.06),
+            "self_attn.o_proj.weight": normal(HIDDEN, HEADS * VALUE),
+            "self_attn.indexer.wq_b.weight": normal(INDEX_HEADS * INDEX_DIM, Q_RANK),
+            "self_attn.indexer.wk.weight": normal(INDEX_DIM, HIDDEN),
+            "self_attn.indexer.k_norm.weight": ones(INDEX_DIM, torch.float32),
+            "self_attn.indexer.k_norm.bias": torch.zeros(INDEX_DIM),
+            "self_attn.indexer.weights_proj.weight": normal(INDEX_HEADS, HIDDEN),
+            "mlp.gate_proj.weight": normal(2 * HIDDEN, HIDDEN),
+            "mlp.up_proj.weight": normal(2 * HIDDEN, HIDDEN),
+            "mlp.down_proj.weight": normal(HIDDEN, 2 * HIDDEN),
+        }
+        tensors |= {f"model.layers.{layer}.{name}": tensor for name, tensor in parts.items()}
+    return tensors
+
+
+def main(out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(weights(), out / "model.safetensors", metadata={"format": "pt"})
+    (out / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
+    (out / "config.json").write_text(json.dumps(config(), indent=1))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
