@@ -48,6 +48,9 @@ class StoreProcess:
     def __init__(self, *flags: str) -> None:
         self.dir = Path(tempfile.mkdtemp(prefix="kvsieve-"))
         self.socket = self.dir / "s.sock"
+        # Of its own, so that a killed store's arena goes too. Containers often have 64 MiB of /dev/shm.
+        roomy = shutil.disk_usage("/dev/shm").free > 1 << 30
+        self.shm = Path(tempfile.mkdtemp(prefix="kvsieve-test-", dir="/dev/shm" if roomy else self.dir))
         self.endpoint = f"unix://{self.socket}"
         self.http = f"127.0.0.1:{free_port()}"
         self.log = self.dir / "store.log"
@@ -95,6 +98,7 @@ class StoreProcess:
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.terminate()
+        shutil.rmtree(self.shm, ignore_errors=True)
         shutil.rmtree(self.dir, ignore_errors=True)
 
     def _end(self, number: signal.Signals) -> int:
@@ -108,11 +112,7 @@ class StoreProcess:
 
     def _memory_flags(self) -> list[str]:
         flags = [] if "--pool-size" in self.flags else ["--pool-size", "256MiB"]
-        # Containers often have 64 MiB of /dev/shm.
-        if "--shm-dir" not in self.flags and shutil.disk_usage("/dev/shm").free < 1 << 30:
-            (self.dir / "shm").mkdir(exist_ok=True)
-            flags += ["--shm-dir", str(self.dir / "shm")]
-        return flags
+        return flags if "--shm-dir" in self.flags else [*flags, "--shm-dir", str(self.shm)]
 
 
 @pytest.fixture

@@ -61,8 +61,8 @@ def demo(
             store.child.close()
             shutil.rmtree(folder, ignore_errors=True)
     if kept:
-        console.print(f"the store stays at {store.endpoint}")
-        console.print(f"end it with: kvsieve drain --endpoint {store.endpoint}")
+        console.print(f"the store stays at {store.endpoint}; its log is in {folder}", soft_wrap=True)
+        console.print(f"end it with: kvsieve drain --endpoint {store.endpoint}", soft_wrap=True)
     raise typer.Exit(0 if ok else 1)
 
 

@@ -44,7 +44,7 @@ class Engine:
 
     def __init__(self, model: Path, endpoint: str, log: Path) -> None:
         """Starts it; start() waits. endpoint: of the store."""
-        self._model = str(model)
+        self._name = model.name
         self._url = f"http://127.0.0.1:{(port := free_port())}"
         transfer = {
             "kv_connector": "KVSieveConnector",
@@ -53,8 +53,8 @@ class Engine:
             # A machine with few cores, busy with two engines' worth of start-up, may answer late.
             "kv_connector_extra_config": {"kvsieve.endpoint": endpoint, "kvsieve.match_timeout_ms": 10_000},
         }
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self._model]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "model"]
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", self._name]
         command += ["--dtype", "bfloat16", "--enforce-eager", "--max-num-seqs", "4"]
         command += ["--kv-transfer-config", json.dumps(transfer)]
         self.child = Child("engine", command, log, os.environ | _ENVIRON)
@@ -68,12 +68,12 @@ class Engine:
         self.ask("Say hello.", max_tokens=4)
 
     def count_tokens(self, text: str) -> int:
-        return int(self._post("/tokenize", {"model": "model", "prompt": text})["count"])
+        return int(self._post("/tokenize", {"model": self._name, "prompt": text})["count"])
 
     def ask(self, prompt: str, max_tokens: int = _ANSWER_TOKENS) -> Answer:
         """Streams the most likely answer. Raises DemoError."""
         body = {
-            "model": "model",
+            "model": self._name,
             "messages": [{"role": "user", "content": prompt}],
             "max_tokens": max_tokens,
             "temperature": 0,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -75,12 +76,18 @@ class Child:
             raise DemoError(f"the {self.name} failed with status {status}", self.log)
 
     def kill(self) -> None:
-        """SIGKILL to the whole group: nobody gets to say goodbye. Returns when all are gone."""
+        """SIGKILL to the whole group: nobody gets to say goodbye. Returns when all are gone.
+
+        What vLLM's processes share among themselves in /dev/shm, and can't remove any more, is removed.
+        """
+        left = {path for process in self._group() for path in _private_shm(process.pid)}
         self._signal(signal.SIGKILL)
         self._process.wait()
         deadline = time.monotonic() + _GONE_SECONDS
         while self.alive() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS / 4)
+        for path in left:
+            Path(path).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Ends the group; in good order if it can be had."""
@@ -100,15 +107,26 @@ class Child:
 
     def alive(self) -> bool:
         """Whether a process of the group is left; one that nobody has waited for yet does not count."""
+        return any(process.info["status"] != psutil.STATUS_ZOMBIE for process in self._group())
+
+    def _group(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter(["status"]):
             with contextlib.suppress(ProcessLookupError):
-                if os.getpgid(process.pid) == self.pid and process.info["status"] != psutil.STATUS_ZOMBIE:
-                    return True
-        return False
+                if os.getpgid(process.pid) == self.pid:
+                    yield process
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
+
+
+def _private_shm(pid: int) -> set[str]:
+    """Files of Python's multiprocessing in /dev/shm that a process has mapped."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return set()
+    return set(re.findall(r"/dev/shm/(?:psm_|sem\.mp-)\w+$", maps, re.MULTILINE))
 
 
 def tail(log: Path) -> str:

@@ -10,7 +10,6 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from google.protobuf.message import Message
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -57,7 +56,7 @@ def print_rows(form: Format, rows: Sequence[Message], columns: Iterable[Column],
     if not rows:
         stdout().print(none)
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     columns = list(columns)
     for column in columns:
         table.add_column(column.title, justify="right" if column.right else "left", overflow="fold")
@@ -71,10 +70,12 @@ def print_record(form: Format, row: Message, lines: Sequence[tuple[str, str]]) -
     if form is Format.JSON:
         print_json(record(row))
         return
-    grid = Table.grid(padding=(0, 2))
+    console = stdout()
+    width = max(len(name) for name, _ in lines)
     for name, value in lines:
-        grid.add_row(Text(name, style="bold"), Text(value))
-    stdout().print(grid)
+        console.print(
+            Text(f"{name:<{width}}  ", style="bold").append(value, style="not bold"), soft_wrap=True
+        )
 
 
 def print_json(value: Any) -> None:
