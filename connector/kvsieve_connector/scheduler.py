@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from kvsieve_store.client import Attachment, Match, SealEntry, SealResult, SlotRef, StoreClient
 from vllm.distributed.kv_events import BlockStored, KVCacheEvent
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvsieve_connector.geometry import group_block_tokens, store_block_tokens
 from kvsieve_connector.metadata import BlockPages, LoadOrder, SaveOrder, StepOrders, WorkerReport
@@ -351,8 +351,8 @@ class SchedulerHalf:
         lora = request.lora_request
         self._events.append(
             BlockStored(
-                block_hashes=[maybe_convert_block_hash(job.key)],
-                parent_block_hash=maybe_convert_block_hash(job.parent) if job.parent else None,
+                block_hashes=[maybe_convert_block_hash(BlockHash(job.key))],
+                parent_block_hash=maybe_convert_block_hash(BlockHash(job.parent)) if job.parent else None,
                 token_ids=list(request.all_token_ids[first : first + self.block_tokens]),
                 block_size=self.block_tokens,
                 lora_id=lora.adapter_id if lora else None,

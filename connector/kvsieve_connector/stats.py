@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 COUNTERS = {
@@ -68,7 +67,7 @@ class KVSievePromMetrics(KVConnectorPromMetrics):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._per_engine: dict[str, dict[int, Counter]] = {}
+        self._per_engine: dict[str, dict[int, Any]] = {}
         for name, text in COUNTERS.items():
             counter = self._counter_cls(
                 name=f"vllm:kvsieve_{name}", documentation=f"{text}.", labelnames=self._labelnames

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import pickle
@@ -82,6 +83,15 @@ def test_a_slot_is_where_the_layout_says(make: Callable[..., Attachment], slot: 
         view[: len(content)] = np.frombuffer(content, np.uint8)
     at = LAYOUT.slot_address(slot)
     assert arena_bytes(attachment)[at : at + len(content)] == content
+
+
+def test_an_address_is_that_of_the_slot(make: Callable[..., Attachment]) -> None:
+    with ArenaMap(make()) as arena:
+        for slot in (0, 1, LAYOUT.slots_per_extent, SLOTS - 1):
+            arena.slot(slot)[:4] = [slot % 251, 2, 3, 4]
+            assert ctypes.string_at(arena.address(slot), 4) == bytes([slot % 251, 2, 3, 4])
+        with pytest.raises(InvalidRequestError):
+            arena.address(SLOTS)
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])

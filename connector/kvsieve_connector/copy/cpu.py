@@ -51,7 +51,7 @@ class CpuCopyEngine(CopyEngine):
         layer = self.written[index]
         base, stride, size = layer.view.data_ptr(), layer.view.stride(0), layer.page_bytes
         for order in orders:
-            to = _address(self._arena, order.slot) + layer.offset
+            to = self._arena.address(order.slot) + layer.offset
             for page in order.pages[layer.group]:
                 _memmove(to, base + page * stride, size)
                 to += size
@@ -115,7 +115,7 @@ class CpuCopyEngine(CopyEngine):
         ]
         copied = 0
         for slot, pages in zip(slots, order.pages, strict=True):
-            at = _address(arena, slot)
+            at = arena.address(slot)
             for layer, base, stride, size in places:
                 source = at + layer.offset
                 for page in pages[layer.group]:
@@ -125,7 +125,3 @@ class CpuCopyEngine(CopyEngine):
                     source += size
         # The lease may have gone while we read; then the slot may have been written anew.
         return copied, arena.generations(slots).tolist() == wanted
-
-
-def _address(arena: ArenaMap, slot: int) -> int:
-    return int(arena.slot(slot).ctypes.data)

@@ -71,6 +71,7 @@ class ArenaMap:
         """Gives up the lock and the mapping. May be called again."""
         self._unlock()
         self.segments = []
+        self._bases = []
         self._words64, self._words16, self._ends = [], [], []
 
     def slot(self, slot: int) -> U8Array:
@@ -78,6 +79,11 @@ class ArenaMap:
         segment, extent, i = self._locate(slot)
         at = extent + self.attachment.slots_offset + i * self.attachment.slot_bytes
         return self.segments[segment][at : at + self.attachment.slot_bytes]
+
+    def address(self, slot: int) -> int:
+        """Address of a slot's first byte in this process, for copies that take pointers. Good while mapped."""
+        segment, extent, i = self._locate(slot)
+        return self._bases[segment] + extent + self.attachment.slots_offset + i * self.attachment.slot_bytes
 
     def generation(self, slot: int) -> int:
         """The generation in a slot's header: what SlotRef.generation was when the slot was granted last."""
@@ -121,6 +127,7 @@ class ArenaMap:
 
     def _index(self, attachment: Attachment) -> None:
         self.attachment = attachment
+        self._bases = [int(segment.ctypes.data) for segment in self.segments]
         self._words64 = [segment.view("<u8") for segment in self.segments]
         self._words16 = [segment.view("<u2") for segment in self.segments]
         # Number of the first extent after each segment.

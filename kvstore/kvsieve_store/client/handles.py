@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from kvsieve.v1 import store_pb2 as pb
 
@@ -29,6 +30,43 @@ class SlotRef(NamedTuple):
     generation: int
 
 
+class SlotRefs(Sequence[SlotRef]):
+    """Many SlotRefs, made as they are read: to make a thousand takes as long as the call that brings them.
+
+    Equal to a tuple of the same SlotRefs; a slice is such a tuple.
+    """
+
+    __slots__ = ("_generations", "_slots")
+
+    def __init__(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        self._slots = slots
+        self._generations = generations
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @overload
+    def __getitem__(self, index: int) -> SlotRef: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[SlotRef, ...]: ...
+    def __getitem__(self, index: int | slice) -> SlotRef | tuple[SlotRef, ...]:
+        if isinstance(index, slice):
+            return tuple(map(SlotRef, self._slots[index], self._generations[index]))
+        return SlotRef(self._slots[index], self._generations[index])
+
+    def __iter__(self) -> Iterator[SlotRef]:
+        return map(SlotRef, self._slots, self._generations)
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, SlotRefs | tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """The longest sealed prefix of the keys asked for.
@@ -38,7 +76,7 @@ class Match:
     epoch: the epoch that refs and leases belong to; 0 when nothing was asked.
     """
 
-    refs: tuple[SlotRef, ...] = ()
+    refs: Sequence[SlotRef] = ()
     lease_ids: tuple[int, ...] = ()
     epoch: int = 0
 

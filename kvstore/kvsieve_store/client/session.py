@@ -15,7 +15,7 @@ from kvsieve.v1.store_pb2_grpc import StoreStub
 from kvsieve_store.client import batches
 from kvsieve_store.client.channel import call_error
 from kvsieve_store.client.credits import Credits
-from kvsieve_store.client.handles import Attachment, Match, SealEntry, SealResult, SlotRef
+from kvsieve_store.client.handles import Attachment, Match, SealEntry, SealResult, SlotRef, SlotRefs
 from kvsieve_store.errors import KVSieveError, NotFoundError, PoolMismatchError, UnavailableError
 from kvsieve_store.protocol.limits import KEY_BYTES, MAX_BATCH
 
@@ -155,8 +155,8 @@ class Session:
             limit = self._limits.max_match_keys
             for request in batches.match_requests(self._id, keys, self._lease_ms, limit):
                 reply = await self._call("Match", self._stub.Match, request)
-                slots += reply.slots
-                generations += reply.generations
+                slots += reply.slots[:]  # a slice is a list, made at once
+                generations += reply.generations[:]
                 if reply.lease_id:
                     leases.append(reply.lease_id)
                     self.leases.add(reply.lease_id)
@@ -166,7 +166,7 @@ class Session:
             if leases:
                 self._keep(self._release(leases, ()))
             raise
-        return Match(tuple(map(SlotRef, slots, generations)), tuple(leases), self.attachment.epoch)
+        return Match(SlotRefs(slots, generations), tuple(leases), self.attachment.epoch)
 
     async def _seal(self, entries: Sequence[SealEntry]) -> list[SealResult]:
         results: list[SealResult] = []
