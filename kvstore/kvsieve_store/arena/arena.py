@@ -163,13 +163,13 @@ class Arena:
         bytes for its own.
         """
         extents, index = np.divmod(slots.astype(np.int64), layout.slots_per_extent)
-        for extent in np.unique(extents):
+        for extent in set(extents.tolist()):
             if self._headers[extent] != layout.slots_per_extent:
-                self._extent_rows(int(extent))[: self._headers[extent], HEADER_GENERATION // _WORD] = 0
+                self._extent_rows(extent)[: self._headers[extent], HEADER_GENERATION // _WORD] = 0
                 self._headers[extent] = layout.slots_per_extent
         segments, extents = np.divmod(extents, self._extents_per_segment)
         rows = (extents * self.extent_bytes) // HEADER_BYTES + index
-        for segment in np.unique(segments):
+        for segment in set(segments.tolist()):
             mine = segments == segment
             self._rows[segment][rows[mine], HEADER_GENERATION // _WORD] = generations[mine]
             self._rows[segment][rows[mine], HEADER_LAYERS_DONE // _WORD :] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 from collections.abc import Callable, Coroutine
@@ -32,6 +33,8 @@ async def _serve(settings: StoreSettings, companion: Companion | None) -> int:
         loop.add_signal_handler(number, store.request_stop)
     try:
         async with store:
+            # What is there now stays: the collector need not walk through it during calls.
+            gc.freeze()
             beside = asyncio.create_task(companion(store)) if companion else None
             try:
                 await store.wait_until_stop()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvsieve_store.errors import InvalidRequestError, PoolMismatchError
 from kvsieve_store.protocol.limits import MAX_BATCH, PROTOCOL_VERSION
 from kvsieve_store.server.core import Core
-from kvsieve_store.server.streams import SessionStream, credits_message
+from kvsieve_store.server.streams import SessionStream, credits_message, slot_fields
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -40,9 +40,8 @@ class StoreService(store_pb2_grpc.StoreServicer):
 
     async def Match(self, request: pb.MatchRequest, context: Context) -> pb.MatchResponse:
         match = self._state.match(request.session_id, request.keys, request.lease_ms, self._core.now())
-        reply = pb.MatchResponse(lease_id=match.lease_id)
-        reply.slots.extend(match.slots.tolist())
-        reply.generations.extend(match.generations.tolist())
+        reply = pb.MatchResponse.FromString(slot_fields(match.slots, match.generations))
+        reply.lease_id = match.lease_id
         return reply
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:

@@ -10,7 +10,11 @@ from kvsieve_store.state.arrays import KeyArray, SlotArray
 LANES = 8
 """Entries of a bucket."""
 
+_LANE_BITS = 3
+
 _LOAD = 0.8
+
+_ALL_AGREE = 0x01010101
 
 
 class KeyIndex:
@@ -37,17 +41,10 @@ class KeyIndex:
 
     def find(self, keys: KeyArray) -> SlotArray:
         """Slot of each key, -1 where it is unknown. keys: [n, 4] uint64 -> [n] intp."""
-        found = np.full(len(keys), -1, np.intp)
-        tags = _tags(keys)[:, None]
-        for word in (0, 1):
-            buckets = self._buckets(keys, word)
-            hits = np.flatnonzero(self._tags[buckets] == tags)
-            if not len(hits):
-                continue
-            rows = hits // LANES
-            slots = self._flat_slots[buckets[rows] * LANES + hits % LANES] - 1
-            same = (self._keys[slots] == keys[rows]).all(axis=1)
-            found[rows[same]] = slots[same]
+        found = self._find_by(0, keys)
+        missing = np.flatnonzero(found < 0)
+        if len(missing):
+            found[missing] = self._find_by(1, keys.take(missing, axis=0))
         if self._overflow:
             for row in np.flatnonzero(found < 0).tolist():
                 found[row] = self._overflow.get(keys[row].tobytes(), -1)
@@ -59,7 +56,7 @@ class KeyIndex:
         buckets = np.stack((self._buckets(keys, 0), self._buckets(keys, 1)), axis=1)
         left = np.arange(len(keys))
         while len(left):
-            empty = self._slots[buckets[left]] == 0  # [left, 2, LANES]
+            empty = self._slots.take(buckets[left], axis=0) == 0  # [left, 2, LANES]
             space = np.count_nonzero(empty, axis=2)
             choice = (space[:, 1] > space[:, 0]).astype(np.intp)
             here = np.arange(len(left))
@@ -78,12 +75,12 @@ class KeyIndex:
 
     def remove(self, slots: SlotArray) -> None:
         """Removes the entries of `slots`, which must be in; their keys are read from the key column."""
-        keys = self._keys[slots]
+        keys = self._keys.take(slots, axis=0)
         entries = (slots + 1)[:, None]
         missing = np.ones(len(slots), np.bool_)
         for word in (0, 1):
             buckets = self._buckets(keys, word)
-            hits = np.flatnonzero(self._slots[buckets] == entries)
+            hits = np.flatnonzero(self._slots.take(buckets, axis=0) == entries)
             rows = hits // LANES
             lanes = buckets[rows] * LANES + hits % LANES
             self._flat_slots[lanes] = 0
@@ -95,6 +92,20 @@ class KeyIndex:
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self._slots)) + len(self._overflow)
+
+    def _find_by(self, word: int, keys: KeyArray) -> SlotArray:
+        """find(), in the buckets that one of the two words chooses."""
+        found = np.full(len(keys), -1, np.intp)
+        buckets = self._buckets(keys, word)
+        # take() of rows costs a fifth of indexing.
+        hits = (self._tags.take(buckets, axis=0) == _tags(keys)[:, None]).reshape(-1).nonzero()[0]
+        rows = hits >> _LANE_BITS
+        slots = self._flat_slots[(buckets[rows] << _LANE_BITS) + (hits & (LANES - 1))] - 1
+        # Four words that agree are four bytes of 1: faster than all(axis=1).
+        agree = self._keys.take(slots, axis=0) == keys.take(rows, axis=0)
+        same = agree.view(np.uint32)[:, 0] == _ALL_AGREE
+        found[rows[same]] = slots[same]
+        return found
 
     def _buckets(self, keys: KeyArray, word: int) -> SlotArray:
         return (keys[:, word] & self._mask).astype(np.intp)

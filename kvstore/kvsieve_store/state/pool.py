@@ -117,8 +117,8 @@ class Pool:
                 f"generations[{i}]: slot {slots[i]} is held under generation {table.generation[at[i]]}, "
                 f"{generations[i]} given"
             )
-        _, first = np.unique(at, return_index=True)
-        if len(first) != len(at):
+        if len(set(at.tolist())) != len(at):
+            _, first = np.unique(at, return_index=True)
             i = int(np.setdiff1d(np.arange(len(at)), first)[0])
             raise SlotNotHeldError(f"slots[{i}]: slot {slots[i]} is given twice")
         return at
@@ -234,7 +234,7 @@ class Pool:
 
 def _first_of_each(keys: KeyArray) -> BoolArray:
     """Marks the first entry of each key."""
-    if len(np.unique(keys[:, 0])) == len(keys):
+    if len(set(keys[:, 0].tolist())) == len(keys):
         return np.ones(len(keys), np.bool_)
     first = np.zeros(len(keys), np.bool_)
     seen: set[bytes] = set()
