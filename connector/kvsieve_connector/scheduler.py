@@ -49,7 +49,6 @@ class _RequestState:
     """Preemptions of the request when its last match was sent: one match per admission."""
     lookups: bool = True
     """False once a load has failed: the request is computed from then on."""
-    denied: bool = False
 
 
 @dataclass(slots=True)
@@ -268,8 +267,11 @@ class SchedulerHalf:
 
     def finished(self, request: Request) -> None:
         state = self._requests.pop(request.request_id, None)
-        if state is not None:
-            self._drop_match(state)
+        if state is None:
+            return
+        self._drop_match(state)
+        if self._sent_epoch and (skipped := self._full_blocks(state, 0) - state.known) > 0:
+            self.stats.add(skipped_saves=skipped)
 
     def take_events(self) -> list[KVCacheEvent]:
         events, self._events = self._events or [], [] if self._events is not None else None
@@ -283,12 +285,7 @@ class SchedulerHalf:
         orders: StepOrders,
     ) -> None:
         """Orders a save of each block that is full after this step and not known to the store."""
-        request = state.request
-        computed = request.num_computed_tokens + tokens
-        if not self.settings.save_decode:
-            computed = min(computed, request.num_prompt_tokens)
-        # Keys exist for confirmed tokens only, so rejected draft tokens are never saved.
-        full = min(computed // self.block_tokens, self._keys_known(request))
+        request, full = state.request, self._full_blocks(state, tokens)
         if full <= state.known:
             return
         assert self._client is not None
@@ -298,8 +295,7 @@ class SchedulerHalf:
             if key not in self._in_flight:
                 wanted.append((index, key))
         refs = self._client.take_credits(len(wanted), epoch=self._sent_epoch) if wanted else []
-        if len(refs) < len(wanted):
-            self._deny(state, len(wanted) - len(refs))
+        if len(refs) < len(wanted):  # no free slot now: tried again at the request's next step
             full = wanted[len(refs)][0]
         state.known = full
         if not refs:
@@ -315,12 +311,6 @@ class SchedulerHalf:
             orders.saves.append(SaveOrder(self._next_job, ref.slot, block))
             self._next_job += 1
             self._in_flight.add(key)
-
-    def _deny(self, state: _RequestState, count: int) -> None:
-        """The store has no free slot now: the blocks are tried again while the request lives."""
-        if not state.denied:
-            state.denied = True
-            self.stats.add(skipped_saves=count)
 
     def _poll_seals(self) -> None:
         waiting = []
@@ -361,6 +351,15 @@ class SchedulerHalf:
             )
         )
 
+    def _full_blocks(self, state: _RequestState, tokens: int) -> int:
+        """Blocks of the request that are full, and may be saved, once `tokens` more are computed."""
+        request = state.request
+        computed = request.num_computed_tokens + tokens
+        if not self.settings.save_decode:
+            computed = min(computed, request.num_prompt_tokens)
+        # Keys exist for confirmed tokens only, so rejected draft tokens are never saved.
+        return min(computed // self.block_tokens, self._keys_known(request))
+
     # The session
 
     def _attachment(self) -> Attachment | None:
@@ -377,7 +376,7 @@ class SchedulerHalf:
         self._leases_back.clear()
         self._slots_back.clear()
         for state in self._requests.values():
-            state.known, state.denied = 0, False
+            state.known = 0
 
     def _give_back(self) -> None:
         """Returns leases and unused slots: one call a step, none when there is nothing."""

@@ -74,7 +74,7 @@ class Session:
         if self._settings.credits is not None:
             return self._settings.credits
         per_step = -(-self._config.scheduler_config.max_num_batched_tokens // block_tokens)
-        return min(2 * per_step + self._config.scheduler_config.max_num_seqs, MAX_CREDITS)
+        return min(4 * per_step + self._config.scheduler_config.max_num_seqs, MAX_CREDITS)
 
     def _changed(self, state: str) -> None:
         """Called by the client's thread at each change of state."""

@@ -32,7 +32,7 @@ class ConnectorSettings(BaseModel):
     """How long a request waits for the answer to its match before it is computed without."""
 
     credits: int | None = Field(default=None, ge=1, le=16_384)
-    """Slots kept granted ahead. Default: two steps' worth of full blocks."""
+    """Slots kept granted ahead. Default: four steps' worth of full blocks."""
 
     save_decode: bool = True
     """Whether blocks that fill while decoding are saved too, or only those of the prompt."""

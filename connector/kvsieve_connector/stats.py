@@ -18,7 +18,7 @@ COUNTERS = {
     "saved_bytes": "Bytes copied from the paged cache to the arena, by all ranks",
     "save_seconds": "Time spent copying from the paged cache to the arena, by all ranks",
     "duplicate_blocks": "Blocks that another engine had sealed first",
-    "skipped_saves": "Blocks that were not saved at first because no slot was free",
+    "skipped_saves": "Full blocks that were not saved, because no slot was free while their request lived",
     "failed_saves": "Blocks that were written but could not be sealed",
     "match_timeouts": "Requests computed without the store because it answered too late",
     "store_losses": "Times that the connection to the store was lost",

@@ -47,6 +47,13 @@ class StoreMachine(CheckedStoreModel):
         for name in ("a", "b"):
             self.attach_engine(name, credits, POOLS[name])
 
+    def credits(self, session_id: bytes) -> int:
+        """The target, within the session's part of a quarter of the pool's room."""
+        session = self.sessions[session_id]
+        pool = self.pool(session.pool)
+        attached = sum(m.pool == session.pool and not m.ended for m in self.sessions.values())
+        return min(session.credit_target, max(1, pool.quota * pool.layout.slots_per_extent // (4 * attached)))
+
     # Sessions
 
     @rule(name=names, credits=st.integers(0, 3), other_model=st.sampled_from([False] * 5 + [True]))
@@ -81,7 +88,7 @@ class StoreMachine(CheckedStoreModel):
             self.blocks.setdefault(name, {})
             self.extents.setdefault(name, set())
             self.sessions[session_id] = SessionModel(name, credits, self.now)
-            self.took(session_id, grant, credits)
+            self.took(session_id, grant, self.credits(session_id))
 
     @precondition(lambda self: self.live())
     @rule(data=st.data())
@@ -133,7 +140,7 @@ class StoreMachine(CheckedStoreModel):
 
     @rule()
     def top_up(self) -> None:
-        short = {s: m.credit_target - len(m.held) for s, m in self.sessions.items() if not m.ended}
+        short = {s: self.credits(s) - len(m.held) for s, m in self.sessions.items() if not m.ended}
         for session_id, grant in self.state.top_up(self.now):
             assert 0 < len(grant) <= short[session_id]
             for slot, generation in zip(grant.slots.tolist(), grant.generations.tolist(), strict=True):
@@ -196,7 +203,7 @@ class StoreMachine(CheckedStoreModel):
             if status == 1:
                 blocks[k] = Block(slot, generation, parent if parent in blocks else b"")
         session.last_seen = self.now
-        self.took(session_id, sealed.grant, session.credit_target - len(session.held))
+        self.took(session_id, sealed.grant, self.credits(session_id) - len(session.held))
 
     @precondition(lambda self: self.live())
     @rule(data=st.data(), fault=faults)

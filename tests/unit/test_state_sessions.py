@@ -167,12 +167,21 @@ def test_reserved_slots_count_towards_the_credits(state: StoreState) -> None:
 
 def test_top_up_comes_when_slots_are_there_again() -> None:
     state = StoreState(settings(extents=1))
-    a, b = attach(state, name="a", credits=4), attach(state, name="b", credits=2)
-    assert len(b.first_grant) == 0
+    a, b = attach(state, name="a"), attach(state, name="b", credits=1)
+    a.reserve(3)
+    b.release(grant=b.first_grant)
+    a.reserve(1)
     assert state.top_up(0) == []
     a.leave()
     [(session_id, grant)] = state.top_up(0)
-    assert (session_id, len(grant)) == (b.id, 2)
+    assert (session_id, len(grant)) == (b.id, 1)
+
+
+def test_credits_keep_to_a_part_of_the_pool() -> None:
+    """Engines that ask for all get a quarter of the room together, so that sealed blocks have a place."""
+    state = StoreState(settings(extents=12))
+    granted = [len(attach(state, name=name, credits=48).first_grant) for name in "abc"]
+    assert granted == [48 // 4, 48 // 8, 48 // 12]
 
 
 def test_silence_is_reported_and_any_call_breaks_it(state: StoreState) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import fcntl
 import mmap
 import os
@@ -71,7 +72,7 @@ class ArenaMap:
         """Gives up the lock and the mapping. May be called again."""
         self._unlock()
         self.segments = []
-        self._bases = []
+        self._addresses, self._headers = [], []
         self._words64, self._words16, self._ends = [], [], []
 
     def slot(self, slot: int) -> U8Array:
@@ -81,9 +82,11 @@ class ArenaMap:
         return self.segments[segment][at : at + self.attachment.slot_bytes]
 
     def address(self, slot: int) -> int:
-        """Address of a slot's first byte in this process, for copies that take pointers. Good while mapped."""
-        segment, extent, i = self._locate(slot)
-        return self._bases[segment] + extent + self.attachment.slots_offset + i * self.attachment.slot_bytes
+        """Address of a slot in this process, for copies that take pointers; good while mapped."""
+        extent, i = divmod(slot, self.attachment.slots_per_extent)
+        if not 0 <= extent < len(self._addresses):
+            self._locate(slot)  # raises
+        return self._addresses[extent] + i * self.attachment.slot_bytes
 
     def generation(self, slot: int) -> int:
         """The generation in a slot's header: what SlotRef.generation was when the slot was granted last."""
@@ -114,8 +117,10 @@ class ArenaMap:
 
     def set_layers_done(self, slot: int, shard: int, n: int) -> None:
         """Says that the first `n` layers of a slot are written by `shard`. Write the bytes first."""
-        segment, word = self._layers_word(slot, shard)
-        self._words16[segment][word] = n
+        extent, i = divmod(slot, self.attachment.slots_per_extent)
+        if not (0 <= extent < len(self._headers) and 0 <= shard < MAX_WRITERS):
+            self._layers_word(slot, shard)  # raises
+        self._headers[extent][(i * HEADER_BYTES + HEADER_LAYERS_DONE) // 2 + shard] = n
 
     def __enter__(self) -> Self:
         return self
@@ -127,11 +132,19 @@ class ArenaMap:
 
     def _index(self, attachment: Attachment) -> None:
         self.attachment = attachment
-        self._bases = [int(segment.ctypes.data) for segment in self.segments]
         self._words64 = [segment.view("<u8") for segment in self.segments]
         self._words16 = [segment.view("<u2") for segment in self.segments]
         # Number of the first extent after each segment.
         self._ends = list(accumulate(len(segment) // attachment.extent_bytes for segment in self.segments))
+
+        # Per extent, for what is called once per layer and block: where slot 0 lies, and the header words.
+        # An item of a memoryview costs a third of an array's.
+        size = attachment.extent_bytes
+        extents = [
+            segment[at : at + size] for segment in self.segments for at in range(0, len(segment), size)
+        ]
+        self._addresses = [int(extent.ctypes.data) + attachment.slots_offset for extent in extents]
+        self._headers = [extent[: attachment.slots_offset].view("<u2").data for extent in extents]
 
     def _locate(self, slot: int) -> tuple[int, int, int]:
         """Segment of a slot, offset of its extent in the segment, place of the slot in the extent."""
@@ -194,6 +207,10 @@ def _map(path: str, size: int) -> U8Array:
     try:
         if (there := os.fstat(file).st_size) < size:
             raise UnavailableError(f"segment {path}: {there} bytes there, {size} expected; attach anew")
-        return np.frombuffer(mmap.mmap(file, size, mmap.MAP_SHARED), np.uint8)
+        mapped = mmap.mmap(file, size, mmap.MAP_SHARED)
+        # As the store does: huge pages are mapped as such only where both sides ask.
+        with contextlib.suppress(OSError):
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(mapped, np.uint8)
     finally:
         os.close(file)

@@ -14,7 +14,7 @@ class Session:
     """One engine's session.
 
     ordinal: small number that marks the session's slots, 1 to 65,535, used again after fencing.
-    credit_target: slots to keep granted. held: slots granted and not sealed or given back.
+    credit_target: slots that the client wants granted ahead. held: slots granted, not sealed or given back.
     attached_at, last_seen: seconds, on the caller's clock; any call of the session counts as seen.
     ended: waits until no process can touch its slots ("fencing").
     """
@@ -36,6 +36,15 @@ class Session:
     def pool_id(self) -> bytes:
         """SHA-256 of the pool's canonical spec."""
         return self.pool.pool_id
+
+    @property
+    def credits(self) -> int:
+        """Slots to keep granted: the target, within the session's part of a quarter of what the pool may own.
+
+        Credits are memory that holds nothing yet. In a small pool they would push out the blocks just sealed.
+        """
+        room = self.pool.quota * self.layout.slots_per_extent
+        return min(self.credit_target, max(1, room // (4 * max(1, self.pool.attached))))
 
     @property
     def layout(self) -> ExtentLayout:

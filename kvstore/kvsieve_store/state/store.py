@@ -229,7 +229,7 @@ class StoreState:
         """Grants what attached sessions lack to their credit target, as far as slots can be had."""
         if self._draining:
             return []
-        short = [session for session in self._sessions.attached() if session.held < session.credit_target]
+        short = [session for session in self._sessions.attached() if session.held < session.credits]
         grants = [(session.session_id, self._top_up(session)) for session in short]
         return [(session_id, grant) for session_id, grant in grants if len(grant)]
 
@@ -373,7 +373,7 @@ class StoreState:
         return grant
 
     def _top_up(self, session: Session) -> Grant:
-        return self._grant(session, session.credit_target - session.held)
+        return self._grant(session, session.credits - session.held)
 
     def _unlease(self, session: Session, lease_id: int) -> bool:
         lease = self._leases.take(session, lease_id)
