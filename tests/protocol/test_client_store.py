@@ -487,24 +487,6 @@ for _ in range(2):
 print([thread.name for thread in threading.enumerate()], [name for name in held() if name not in before])
 """
 
-FORKED = """
-import os, pickle, sys
-from kvsieve_store.client import StoreClient
-endpoint, spec = pickle.loads(sys.stdin.buffer.read())
-early = StoreClient(endpoint, spec, engine_id="early")
-early.start()
-early.wait_attached(20)
-if os.fork():
-    print(os.waitstatus_to_exitcode(os.wait()[1]), early.match(bytes(range(32))).refs)
-else:
-    try:
-        early.match(bytes(32))
-    except Exception as error:
-        assert "not started in this process" in str(error), error
-    early.close()
-    # As multiprocessing ends its children: gRPC's own clean-up does not survive a fork.
-    os._exit(3)
-"""
 
 FORK_FIRST = """
 import os, pickle, sys
@@ -524,7 +506,6 @@ else:
     ("code", "printed"),
     [
         pytest.param(LEAVE_NOTHING, "['MainThread'] []", id="close leaves no thread, socket or lock"),
-        pytest.param(FORKED, "3 ()", id="a forked child can't use it, and may close it"),
         pytest.param(FORK_FIRST, "4", id="start after a fork, no close before the exit"),
     ],
 )

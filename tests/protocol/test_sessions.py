@@ -131,7 +131,10 @@ async def test_a_session_short_of_credits_gets_them_when_slots_are_free(
     store: Store, connect: Connect
 ) -> None:
     rich, poor = connect(store.endpoints[0]), connect(store.endpoints[0])
-    await rich.attach(credit_target=MAX_CREDITS)
+    await rich.attach(credit_target=0)
+    everything = pb.ReserveRequest(session_id=rich.session_id, count=MAX_BATCH)
+    while (await rich.store.Reserve(everything)).credits.slots:
+        pass
     await poor.attach()
     assert poor.credits == []
     await rich.close()

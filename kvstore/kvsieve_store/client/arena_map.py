@@ -39,6 +39,8 @@ class ArenaMap:
     _words64: list[U64Array]
     _words16: list[npt.NDArray[np.uint16]]
     _ends: list[int]
+    _addresses: list[int]
+    _headers: list[memoryview]
 
     def __init__(self, attachment: Attachment) -> None:
         """Raises UnavailableError when the session or the store behind the attachment is gone."""
