@@ -18,7 +18,7 @@ help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  ARGS='...' adds arguments to demo, test and the benchmarks."
 
-demo: $(VENV)/.engine ## Kill a real vLLM engine; watch the next one answer from the store. About 3 minutes.
+demo: $(VENV)/.engine ## Kill a real vLLM engine; watch the next one answer from the store. A few minutes.
 	@$(BIN)/kvsieve demo $(ARGS)
 
 test: $(VENV)/.engine ## Run the whole test suite.

@@ -12,7 +12,7 @@ from kvsieve_connector.demo.scenario import Result, Run
 
 def show(console: Console, result: Result) -> None:
     """Before and after, side by side, and what they say."""
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     table.add_column("first engine", justify="right")
     table.add_column("second engine", justify="right")
@@ -26,8 +26,9 @@ def show(console: Console, result: Result) -> None:
     row("blocks matched", *(f"{run.matched_tokens // result.block_tokens}" for run in runs))
     row("bytes read back", *(_bytes(run) for run in runs))
     row("time to first token", *(f"{run.answer.ttft:.2f} s" for run in runs))
-    row("answer", *(run.answer.text for run in runs))
     console.print(table)
+    for name, run in zip(("first ", "second"), runs, strict=True):
+        console.print(Text(f"{name} answer: {run.answer.text}"), soft_wrap=True)
     ratio = result.second.answer.ttft / max(result.first.answer.ttft, 1e-9)
     console.print(Text(f"same answer: {'yes' if result.same_answer else 'NO'}"))
     console.print(Text(f"second engine used the store: {'yes' if result.used_store else 'NO'}"))
@@ -35,7 +36,8 @@ def show(console: Console, result: Result) -> None:
         Text(
             f"blocks of {result.block_tokens} tokens, {result.slot_bytes / 2**20:.1f} MiB each; "
             f"{result.sealed_blocks} were in the store when the first engine was killed"
-        )
+        ),
+        soft_wrap=True,
     )
     console.print(Text(f"time to first token: {ratio:.2f} of the first", style="bold"))
 
