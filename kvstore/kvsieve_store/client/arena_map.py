@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import fcntl
 import mmap
 import os
@@ -209,10 +208,6 @@ def _map(path: str, size: int) -> U8Array:
     try:
         if (there := os.fstat(file).st_size) < size:
             raise UnavailableError(f"segment {path}: {there} bytes there, {size} expected; attach anew")
-        mapped = mmap.mmap(file, size, mmap.MAP_SHARED)
-        # As the store does: huge pages are mapped as such only where both sides ask.
-        with contextlib.suppress(OSError):
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-        return np.frombuffer(mapped, np.uint8)
+        return np.frombuffer(mmap.mmap(file, size, mmap.MAP_SHARED), np.uint8)
     finally:
         os.close(file)
