@@ -1,0 +1,17 @@
+"""Block copies through the arena map, against memcpy."""
+
+from __future__ import annotations
+
+from kvsieve_store.bench import copying
+from kvsieve_store.bench.store import TemporaryStore
+
+from bench.output import save
+
+
+def main() -> None:
+    with TemporaryStore("--pool-size", "512MiB") as store:
+        save(copying.measure(store.endpoint))
+
+
+if __name__ == "__main__":
+    main()

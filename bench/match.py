@@ -1,0 +1,17 @@
+"""Match of 1,000 keys while sessions save."""
+
+from __future__ import annotations
+
+from kvsieve_store.bench import matching
+from kvsieve_store.bench.store import TemporaryStore
+
+from bench.output import save
+
+
+def main() -> None:
+    with TemporaryStore("--pool-size", "512MiB") as store:
+        save(matching.measure(store.endpoint))
+
+
+if __name__ == "__main__":
+    main()

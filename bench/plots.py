@@ -1,0 +1,125 @@
+"""One picture per benchmark, from its JSON record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")
+
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+_GOAL = {"color": "black", "linestyle": "--", "linewidth": 1}
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """The plot of a record, as PNG."""
+    figure, axes = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
+    _DRAW[record["name"]](axes, record)
+    where = record["conditions"]
+    figure.supxlabel(f"{where['cpu']}, {where['cores']} cores, load {where['load_average']}", fontsize=7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _copy(axes: Axes, record: dict[str, Any]) -> None:
+    rows = record["rows"]
+    _bars(
+        axes,
+        [f"{row['geometry']}\n{row['piece_bytes'] / 1024:,.0f} KiB pieces" for row in rows],
+        {way: [row[f"{way}_vs_pieces"] for row in rows] for way in ("write", "read")},
+    )
+    axes.axvline(record["goals"][0]["limit"], label="goal", **_GOAL)
+    axes.axvline(1, color="grey", linewidth=0.5)
+    axes.set(title="Block copies to and from the arena", xlabel="speed, memcpy in the same pieces = 1")
+    axes.legend(fontsize=8, loc="lower left")
+
+
+def _match(axes: Axes, record: dict[str, Any]) -> None:
+    for row in record["rows"]:
+        rate = f"{row['rate_blocks_s']:,.0f} blocks/s each" if row["rate_blocks_s"] else "unpaced"
+        label = f"{row['savers']} sessions save, {rate}" if row["savers"] else "nobody saves"
+        values = np.sort(row["seconds"]) * 1e3
+        axes.plot(values, 100 * np.arange(1, len(values) + 1) / len(values), label=label)
+    axes.axvline(2, label="goal for 99 %", **_GOAL)
+    axes.axhline(99, color="grey", linewidth=0.5)
+    axes.set(
+        title=f"Match of {record['parameters']['keys']:,} keys",
+        xlabel="ms (log)",
+        ylabel="% of matches done",
+        xscale="log",
+    )
+    axes.set_xticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
+    axes.legend(fontsize=8, loc="lower right")
+
+
+def _seal(axes: Axes, record: dict[str, Any]) -> None:
+    rows = record["rows"]
+    names = [
+        f"{row['sessions']} session{'s' * (row['sessions'] > 1)}, batches of {row['batch']}, "
+        + ("credits" if row["credits"] else "reserve")
+        for row in rows
+    ]
+    _bars(axes, names, {"": [row["blocks_s"] / 1000 for row in rows]})
+    axes.axvline(20, label="goal", **_GOAL)
+    axes.set(title="Blocks through reserve and seal", xlabel="1,000 blocks/s, all sessions together")
+    axes.legend(fontsize=8)
+
+
+def _memory(axes: Axes, record: dict[str, Any]) -> None:
+    rows = record["rows"]
+    axes.bar(range(len(rows)), [row["files_mb"] for row in rows], label="program files")
+    bottoms = [row["files_mb"] for row in rows]
+    axes.bar(range(len(rows)), [row["anonymous_mb"] for row in rows], bottom=bottoms, label="own memory")
+    axes.set_xticks(range(len(rows)), [f"{row['blocks']:,} blocks" for row in rows])
+    axes.axhline(record["goals"][0]["limit"], label="goal", **_GOAL)
+    axes.set(title="Memory of the store beyond the arena", ylabel="MB")
+    axes.legend(fontsize=8)
+
+
+def _restart(axes: Axes, record: dict[str, Any]) -> None:
+    rows = record["rows"]
+    _bars(
+        axes,
+        [f"run {i + 1}" for i in range(len(rows))],
+        {f"{engine} engine": [row[f"{engine}_ttft_s"] for row in rows] for engine in ("first", "second")},
+    )
+    axes.set(title="The same prompt before and after an engine restart", xlabel="time to first token, s")
+    axes.legend(fontsize=8)
+
+
+def _overhead(axes: Axes, record: dict[str, Any]) -> None:
+    rows = record["rows"]
+    boxes = [row["ratios"] for row in rows]
+    axes.boxplot(boxes, orientation="horizontal", whis=(0, 100), widths=0.6)
+    axes.set_yticks(range(1, len(rows) + 1), [f"{row['model']}, {row['phase']}" for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(record["goals"][0]["limit"], label="goal (prefill)", **_GOAL)
+    axes.axvline(1, color="grey", linewidth=0.5)
+    axes.set(title="Speed with the connector", xlabel="without the connector = 1; medians, quartiles, range")
+    axes.legend(fontsize=8)
+
+
+def _bars(axes: Axes, names: list[str], groups: dict[str, list[float]]) -> None:
+    """Horizontal bars with their values, one group beside the other."""
+    height = 0.8 / len(groups)
+    for i, (label, values) in enumerate(groups.items()):
+        places = [at + i * height for at in range(len(names))]
+        bars = axes.barh(places, values, height, label=label or None)
+        axes.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
+    axes.set_yticks([at + 0.4 - height / 2 for at in range(len(names))], names, fontsize=7)
+    axes.invert_yaxis()
+
+
+_DRAW = {
+    "copy": _copy,
+    "match": _match,
+    "seal": _seal,
+    "memory": _memory,
+    "restart": _restart,
+    "overhead": _overhead,
+}

@@ -1,0 +1,17 @@
+"""Blocks a second through reserve and seal."""
+
+from __future__ import annotations
+
+from kvsieve_store.bench import sealing
+from kvsieve_store.bench.store import TemporaryStore
+
+from bench.output import save
+
+
+def main() -> None:
+    with TemporaryStore("--pool-size", "512MiB") as store:
+        save(sealing.measure(store.endpoint))
+
+
+if __name__ == "__main__":
+    main()

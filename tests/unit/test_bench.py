@@ -1,0 +1,104 @@
+"""The benchmarks run, on sizes that say nothing, and their results have what docs and plots read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from kvsieve_store.bench import copying, matching, memory, sealing, summary
+from kvsieve_store.bench.report import Goal, Report
+from kvsieve_store.bench.saving import Load
+from kvsieve_store.bench.store import TemporaryStore
+from kvsieve_store.client import AdminClient
+from kvsieve_store.errors import UnavailableError
+from rich.console import Console
+
+CONDITIONS = {"cpu", "cores", "load_average", "kernel", "python", "kvsieve"}
+
+
+@pytest.fixture(scope="module")
+def bench_store() -> Iterator[TemporaryStore]:
+    with TemporaryStore("--pool-size", "64MiB", "--extent-size", "4MiB") as store:
+        yield store
+
+
+def check(report: Report, rows: int, keys: set[str], goals: int) -> None:
+    record = json.loads(json.dumps(report.record()))
+    assert set(record) == {"name", "conditions", "parameters", "rows", "goals"}
+    assert set(record["conditions"]) == CONDITIONS
+    assert len(record["rows"]) == rows
+    assert all(keys <= set(row) for row in record["rows"])
+    assert len(record["goals"]) == goals
+    assert all(set(goal) == {"what", "value", "limit", "unit", "at_least", "met"} for goal in record["goals"])
+
+
+def test_copy(bench_store: TemporaryStore) -> None:
+    geometries = [copying.Geometry("small", 3, 8192), copying.Geometry("odd", 2, 1000)]
+    report = copying.measure(bench_store.endpoint, working_set=1 << 20, repetitions=2, geometries=geometries)
+    keys = {f"{way}_{what}" for way in ("write", "read") for what in ("gb_s", "vs_pieces", "vs_flat")}
+    check(report, 2, keys | {"geometry", "piece_bytes", "blocks"}, goals=2)
+
+
+def test_match(bench_store: TemporaryStore) -> None:
+    loads = [matching.IDLE, Load(sessions=1, batch=8, rate=100)]
+    report = matching.measure(bench_store.endpoint, keys=20, matches=5, pause=0.001, loads=loads)
+    check(report, 2, {"savers", "saved_blocks_s", "p50_us", "p99_us", "max_us", "seconds"}, goals=1)
+    assert all(len(row["seconds"]) == row["count"] == 5 for row in report.rows)
+
+
+@pytest.mark.parametrize("credits", [0, 16])
+def test_seal(bench_store: TemporaryStore, credits: int) -> None:
+    report = sealing.measure(
+        bench_store.endpoint, seconds=0.2, loads=[Load(sessions=2, batch=8, credits=credits)]
+    )
+    check(report, 1, {"sessions", "batch", "credits", "blocks_s", "short_batches"}, goals=0)
+    assert report.rows[0]["blocks_s"] > 0
+
+
+def test_memory() -> None:
+    report = memory.measure(blocks=100)
+    check(report, 2, {"blocks", "anonymous_mb", "files_mb", "rss_mb"}, goals=1)
+    assert report.rows[0]["blocks"] == 0
+    assert report.rows[1]["blocks"] >= 100
+
+
+def test_summary_leaves_nothing_in_a_store_that_is_given(
+    bench_store: TemporaryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(endpoint: str, console: Console) -> Iterator[Report]:
+        yield sealing.measure(endpoint, seconds=0.1, loads=[Load(sessions=1, batch=8)])
+        yield Report("x", {}, [], [Goal("speed", 3.0, 2.0, "x"), Goal("delay", 3.0, 2.0, "s", False)])
+
+    monkeypatch.setattr(summary, "_short", short)
+    console = Console(file=StringIO(), width=200)
+    assert summary.run(bench_store.endpoint, console) == 0
+    shown = console.file.getvalue()
+    assert all(word in shown for word in ("speed", "met", "missed"))
+    with AdminClient(bench_store.endpoint) as admin:
+        assert admin.status().sealed_blocks == 0
+
+
+def test_goals() -> None:
+    assert Goal("", 0.9, 0.9, "x").met
+    assert not Goal("", 0.89, 0.9, "x").met
+    assert Goal("", 1.9, 2, "ms", at_least=False).met
+    assert not Goal("", 2, 2, "ms", at_least=False).met
+
+
+def test_a_store_that_cannot_start_says_why() -> None:
+    with pytest.raises(UnavailableError, match="at least one extent"), TemporaryStore("--pool-size", "4KiB"):
+        pass
+
+
+def test_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from bench.output import save
+
+    row = {"sessions": 1, "batch": 8, "credits": 0, "blocks_s": 30_000, "short_batches": 0}
+    report = Report("seal", {"seconds": 1}, [row], [Goal("seal", 30_000, 20_000, "blocks/s")])
+    record = json.loads(save(report, tmp_path).read_text())
+    assert record["rows"] == [row]
+    assert (tmp_path / "seal.png").read_bytes().startswith(b"\x89PNG")
