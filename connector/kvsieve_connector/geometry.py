@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     KVCacheConfig,
+    KVCacheSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
@@ -166,7 +167,7 @@ def pool_spec(
     )
 
 
-def _layer_specs(names, spec):
+def _layer_specs(names: list[str], spec: KVCacheSpec) -> list[tuple[str, KVCacheSpec]]:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return list(spec.kv_cache_specs.items())
     return [(name, spec) for name in names]

@@ -157,7 +157,7 @@ class SchedulerHalf:
         attachment = self._attachment()
         assert attachment is not None
         self._new_loads.append(
-            LoadOrder(request.request_id, attachment.instance, match.refs[first:last], tuple(pages))
+            LoadOrder(request.request_id, attachment.instance, tuple(match.refs[first:last]), tuple(pages))
         )
         self._loads[request.request_id] = _Load(match.lease_ids, state.match_epoch, last - first)
         state.match = None

@@ -42,7 +42,7 @@ class KVSieveStats(KVConnectorStats):
         return taken
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVSieveStats:
         self.add(**other.data)

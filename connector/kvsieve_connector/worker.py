@@ -53,13 +53,7 @@ class WorkerHalf:
         layers = self._layer_pages(self._geometry, views, rank)
         self._order_of_layer = {layer.name: i for i, layer in enumerate(layers) if layer.writes}
         device = next(iter(kv_caches.values())).device.type
-        if device == "cpu":
-            from kvsieve_connector.copy.cpu import CpuCopyEngine as Engine
-        elif device == "cuda":
-            from kvsieve_connector.copy.cuda import CudaCopyEngine as Engine
-        else:
-            raise ValueError(f"kvsieve: paged cache on {device!r} is not supported, only cpu and cuda")
-        self._engine = Engine(layers, rank)
+        self._engine = _copy_engine(device)(layers, rank)
 
     def handshake(self) -> Handshake | None:
         return Handshake(self._geometry) if self._geometry is not None else None
@@ -186,3 +180,16 @@ class WorkerHalf:
     @property
     def _ready(self) -> bool:
         return self._engine is not None and self._engine.ready
+
+
+def _copy_engine(device: str) -> type[CopyEngine]:
+    """Imports only what the device has. Raises ValueError for a device that no engine copies on."""
+    if device == "cpu":
+        from kvsieve_connector.copy.cpu import CpuCopyEngine
+
+        return CpuCopyEngine
+    if device == "cuda":
+        from kvsieve_connector.copy.cuda import CudaCopyEngine
+
+        return CudaCopyEngine
+    raise ValueError(f"kvsieve: a paged cache on {device!r} is not supported, only on cpu and cuda")

@@ -39,9 +39,9 @@ def installed(version: str) -> checks.Version:
         ("0.32.0", Level.OK),
         ("0.32.0+cpu", Level.OK),
         ("0.33.1rc2", Level.OK),
-        ("0.34.0", Level.OK),
+        ("0.33.0", Level.OK),
         ("0.31.2", Level.FAIL),
-        ("0.35.0", Level.FAIL),
+        ("0.34.0", Level.FAIL),
         ("1.0.0", Level.FAIL),
     ],
 )

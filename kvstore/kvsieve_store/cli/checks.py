@@ -21,7 +21,7 @@ from kvsieve_store.client.admin import AdminClient
 from kvsieve_store.errors import CapacityError, KVSieveError
 from kvsieve_store.settings import StoreSettings
 
-VLLM_MIN, VLLM_BELOW = (0, 32), (0, 35)
+VLLM_MIN, VLLM_BELOW = (0, 32), (0, 34)
 """Supported versions of vLLM: from the first, below the second."""
 
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "kvsieve"
