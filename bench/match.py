@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from bench.output import save
 from kvsieve_store.bench import matching
 from kvsieve_store.bench.store import TemporaryStore
-
-from bench.output import save
 
 
 def main() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from kvsieve_store.bench import memory
-
 from bench.output import save
+from kvsieve_store.bench import memory
 
 
 def main() -> None:

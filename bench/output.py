@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kvsieve_store.bench.report import Report
-from kvsieve_store.bench.summary import table
 from rich.console import Console
 
 from bench import plots
+from kvsieve_store.bench.report import Report
+from kvsieve_store.bench.summary import table
 
 OUT = Path(__file__).parent / "out"
 

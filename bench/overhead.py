@@ -15,12 +15,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from bench.output import save
 from kvsieve_connector.demo.model import cache_dir, ensure_smollm2
 from kvsieve_store.bench.report import Goal, Report
 from kvsieve_store.bench.saving import spawn
 from kvsieve_store.bench.store import TemporaryStore
-
-from bench.output import save
 
 _PREFILL_RATIO = 0.95
 _ANSWER_SECONDS = 600.0

@@ -36,7 +36,7 @@ def _copy(axes: Axes, record: dict[str, Any]) -> None:
     axes.axvline(record["goals"][0]["limit"], label="goal", **_GOAL)
     axes.axvline(1, color="grey", linewidth=0.5)
     axes.set(title="Block copies to and from the arena", xlabel="speed, memcpy in the same pieces = 1")
-    axes.legend(fontsize=8, loc="lower left")
+    _legend(axes)
 
 
 def _match(axes: Axes, record: dict[str, Any]) -> None:
@@ -54,7 +54,8 @@ def _match(axes: Axes, record: dict[str, Any]) -> None:
         xscale="log",
     )
     axes.set_xticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
-    axes.legend(fontsize=8, loc="lower right")
+    axes.minorticks_off()
+    _legend(axes)
 
 
 def _seal(axes: Axes, record: dict[str, Any]) -> None:
@@ -67,7 +68,7 @@ def _seal(axes: Axes, record: dict[str, Any]) -> None:
     _bars(axes, names, {"": [row["blocks_s"] / 1000 for row in rows]})
     axes.axvline(20, label="goal", **_GOAL)
     axes.set(title="Blocks through reserve and seal", xlabel="1,000 blocks/s, all sessions together")
-    axes.legend(fontsize=8)
+    _legend(axes)
 
 
 def _memory(axes: Axes, record: dict[str, Any]) -> None:
@@ -78,7 +79,7 @@ def _memory(axes: Axes, record: dict[str, Any]) -> None:
     axes.set_xticks(range(len(rows)), [f"{row['blocks']:,} blocks" for row in rows])
     axes.axhline(record["goals"][0]["limit"], label="goal", **_GOAL)
     axes.set(title="Memory of the store beyond the arena", ylabel="MB")
-    axes.legend(fontsize=8)
+    _legend(axes)
 
 
 def _restart(axes: Axes, record: dict[str, Any]) -> None:
@@ -89,7 +90,7 @@ def _restart(axes: Axes, record: dict[str, Any]) -> None:
         {f"{engine} engine": [row[f"{engine}_ttft_s"] for row in rows] for engine in ("first", "second")},
     )
     axes.set(title="The same prompt before and after an engine restart", xlabel="time to first token, s")
-    axes.legend(fontsize=8)
+    _legend(axes)
 
 
 def _overhead(axes: Axes, record: dict[str, Any]) -> None:
@@ -101,7 +102,7 @@ def _overhead(axes: Axes, record: dict[str, Any]) -> None:
     axes.axvline(record["goals"][0]["limit"], label="goal (prefill)", **_GOAL)
     axes.axvline(1, color="grey", linewidth=0.5)
     axes.set(title="Speed with the connector", xlabel="without the connector = 1; medians, quartiles, range")
-    axes.legend(fontsize=8)
+    _legend(axes)
 
 
 def _bars(axes: Axes, names: list[str], groups: dict[str, list[float]]) -> None:
@@ -113,6 +114,14 @@ def _bars(axes: Axes, names: list[str], groups: dict[str, list[float]]) -> None:
         axes.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
     axes.set_yticks([at + 0.4 - height / 2 for at in range(len(names))], names, fontsize=7)
     axes.invert_yaxis()
+    axes.margins(x=0.1)
+
+
+def _legend(axes: Axes) -> None:
+    """Above the axes, where no data is; the title goes to the left."""
+    axes.set_title(axes.get_title(), loc="left")
+    axes.set_title("")
+    axes.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.2)
 
 
 _DRAW = {

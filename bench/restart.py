@@ -8,14 +8,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from bench.output import save
 from kvsieve_connector.demo import scenario
 from kvsieve_connector.demo.document import QUESTION
 from kvsieve_connector.demo.steps import Steps
 from kvsieve_connector.demo.store import DemoStore
 from kvsieve_store.bench.report import Goal, Report
-from rich.console import Console
-
-from bench.output import save
 
 _RATIO = 0.2
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from kvsieve_store.protocol.spec import Plane, PoolSpec
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     CrossAttentionSpec,
@@ -24,6 +23,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
 )
+
+from kvsieve_store.protocol.spec import Plane, PoolSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

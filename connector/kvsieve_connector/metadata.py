@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvsieve_store.client import Attachment, SlotRef
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -15,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvsieve_connector.geometry import WorkerGeometry
+from kvsieve_store.client import Attachment, SlotRef
 
 BlockPages = tuple[tuple[int, ...], ...]
 """vLLM block ids that make up one block of the store: per KV group, in token order; 0 where there is none."""

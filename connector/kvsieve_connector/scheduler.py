@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvsieve_store.client import Attachment, Match, SealEntry, SealResult, SlotRef, StoreClient
 from vllm.distributed.kv_events import BlockStored, KVCacheEvent
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
@@ -23,6 +22,7 @@ from kvsieve_connector.geometry import group_block_tokens, store_block_tokens
 from kvsieve_connector.metadata import BlockPages, LoadOrder, SaveOrder, StepOrders, WorkerReport
 from kvsieve_connector.settings import ConnectorSettings
 from kvsieve_connector.stats import KVSieveStats
+from kvsieve_store.client import Attachment, Match, SealEntry, SealResult, SlotRef, StoreClient
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -5,9 +5,6 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from kvsieve_store.client import ClientState, StoreClient
-from kvsieve_store.errors import UnavailableError
-from kvsieve_store.protocol.limits import MAX_CREDITS
 from vllm.logger import init_logger
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
@@ -16,6 +13,9 @@ from kvsieve_connector.geometry import pool_spec
 from kvsieve_connector.metadata import Handshake
 from kvsieve_connector.scheduler import SchedulerHalf
 from kvsieve_connector.settings import ConnectorSettings
+from kvsieve_store.client import ClientState, StoreClient
+from kvsieve_store.errors import UnavailableError
+from kvsieve_store.protocol.limits import MAX_CREDITS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -8,9 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from kvsieve_store.client import ArenaMap, Attachment
-from kvsieve_store.errors import KVSieveError
-from kvsieve_store.protocol.layout import SlotLayout
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
@@ -19,6 +16,9 @@ from kvsieve_connector.copy.base import CopyEngine, LayerPages
 from kvsieve_connector.geometry import WorkerGeometry, worker_geometry
 from kvsieve_connector.metadata import Handshake, LoadOrder, StepOrders, WorkerReport
 from kvsieve_connector.stats import KVSieveStats
+from kvsieve_store.client import ArenaMap, Attachment
+from kvsieve_store.errors import KVSieveError
+from kvsieve_store.protocol.layout import SlotLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from kvsieve_connector.demo.model import FOLDER
 
 DEMO = [sys.executable, "-m", "kvsieve_store.cli.main", "demo"]

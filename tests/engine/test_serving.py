@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvsieve_store.client.admin import AdminClient
 
+from kvsieve_store.client.admin import AdminClient
 from tests.conftest import StoreProcess
 from tests.engine.generate import connector_of, counters, generate, prompt, seals_done
 

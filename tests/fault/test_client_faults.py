@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+
 from kvsieve_store.client import AdminClient, ArenaMap, ClientState, SealResult, StoreClient
 from kvsieve_store.errors import UnavailableError
-
 from tests.conftest import StoreProcess
 from tests.protocol.client_stores import SPEC, chain, entries, until, write_chain
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvsieve_store.client.admin import AdminClient
 from kvsieve_store.protocol.layout import HEADER_BYTES
-
 from tests.conftest import StoreProcess
 from tests.engine.conftest import run_engine
 from tests.engine.generate import connector_of, counters, generate, prompt, seals_done

@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import pytest
+
 from kvsieve.v1 import admin_pb2 as admin
 from kvsieve.v1 import admin_pb2_grpc, store_pb2_grpc
 from kvsieve.v1 import store_pb2 as pb

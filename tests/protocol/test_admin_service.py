@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import grpc
 import pytest
+
 from kvsieve.v1 import admin_pb2 as admin
 from kvsieve.v1 import store_pb2 as pb
 from kvsieve_store import __version__

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+
 from kvsieve_store.client import AdminClient, StoreClient
 from kvsieve_store.errors import InvalidRequestError, NotFoundError, UnavailableError
-
 from tests.protocol.client_stores import SLOT_BYTES, SPEC, chain, key, store_thread, write_chain
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvsieve_store.client import SealEntry, SlotRef
 from kvsieve_store.client.batches import heartbeats, match_requests, release_requests, seal_requests
 

@@ -13,12 +13,12 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvsieve.v1 import store_pb2 as pb
 from kvsieve.v1 import store_pb2_grpc
 from kvsieve_store.client import AsyncStoreClient, ClientState, Match, SealResult, SlotRef
 from kvsieve_store.client.backoff import FIRST_SECONDS, LONGEST_SECONDS, Backoff
 from kvsieve_store.errors import CapacityError, KVSieveError, UnavailableError
-
 from tests.protocol.client_stores import SPEC, chain, entries, key
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from kvsieve_store.arena import Arena
 from kvsieve_store.client import (
     AdminClient,
@@ -31,7 +32,6 @@ from kvsieve_store.errors import (
     SlotNotHeldError,
     UnavailableError,
 )
-
 from tests.protocol.client_stores import (
     SPEC,
     chain,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from google.protobuf import json_format
+
 from kvsieve.v1 import store_pb2, store_pb2_grpc
 from kvsieve_store.protocol.spec import PoolSpec
 

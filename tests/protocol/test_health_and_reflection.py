@@ -8,6 +8,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
 from kvsieve.v1 import admin_pb2 as admin
 from kvsieve_store.arena import Arena
 from kvsieve_store.server import Store

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 import pytest
+
 from kvsieve.v1 import store_pb2 as pb
 from kvsieve_store.addresses import UnixAddress, parse_address
 from kvsieve_store.server import Store

@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 import grpc
 import pytest
+
 from kvsieve.v1 import admin_pb2 as admin
 from kvsieve_store.addresses import UnixAddress, parse_address
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+
 from kvsieve.v1 import admin_pb2 as admin
 from kvsieve.v1 import store_pb2 as pb
 from kvsieve_store.arena import Arena

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import grpc
 import numpy as np
 import pytest
+
 from kvsieve.v1 import store_pb2 as pb
 from kvsieve_store.protocol.layout import ExtentLayout
 from kvsieve_store.protocol.limits import MAX_BATCH, MAX_LEASE_MS, MAX_MATCH_KEYS

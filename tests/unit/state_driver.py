@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from kvsieve_store.protocol.spec import Plane, PoolSpec
 from kvsieve_store.state import Grant, Match, Released, Sealed, Session, StateSettings, StoreState
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 from hypothesis.stateful import invariant
-from kvsieve_store.state.slots import FREE, SEALED, WRITING
 
+from kvsieve_store.state.slots import FREE, SEALED, WRITING
 from tests.unit.state_model import EXTENTS, KEYS, QUOTAS, StoreModel
 
 

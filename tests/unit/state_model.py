@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine
+
 from kvsieve_store.errors import KVSieveError
 from kvsieve_store.state import Grant, StateSettings, StoreState
 from kvsieve_store.state.pool import Pool
-
 from tests.unit.state_driver import EXTENT_BYTES, freeze, key, spec
 
 EXTENTS = 5

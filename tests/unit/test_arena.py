@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvsieve_store.arena import Arena, syscalls
 from kvsieve_store.errors import CapacityError, SettingsError
 from kvsieve_store.protocol.layout import HEADER_BYTES, HEADER_LAYERS_DONE, ExtentLayout

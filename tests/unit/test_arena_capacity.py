@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from kvsieve_store.arena import capacity
 from kvsieve_store.errors import CapacityError
 

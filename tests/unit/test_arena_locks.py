@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from kvsieve_store.arena import SessionLock, SocketLock
 from kvsieve_store.errors import UnavailableError
 

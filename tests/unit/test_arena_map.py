@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from kvsieve_store.client import ArenaMap, Attachment
 from kvsieve_store.errors import InvalidRequestError, UnavailableError
 from kvsieve_store.protocol.layout import HEADER_LAYERS_DONE, ExtentLayout

@@ -8,13 +8,14 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
 from kvsieve_store.bench import copying, matching, memory, sealing, summary
 from kvsieve_store.bench.report import Goal, Report
 from kvsieve_store.bench.saving import Load
 from kvsieve_store.bench.store import TemporaryStore
 from kvsieve_store.client import AdminClient
 from kvsieve_store.errors import UnavailableError
-from rich.console import Console
 
 CONDITIONS = {"cpu", "cores", "load_average", "kernel", "python", "kvsieve"}
 

@@ -9,10 +9,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
 from kvsieve_store.cli import checks
 from kvsieve_store.cli.checks import Level
 from kvsieve_store.settings import StoreSettings, load
-
 from tests.conftest import ROOT
 from tests.protocol.client_stores import store_thread
 from tests.unit.cli_run import Run, runner

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from kvsieve_store import __version__
 from kvsieve_store.cli.terminal import transfer_config
 from kvsieve_store.settings import StoreSettings
-
 from tests.conftest import StoreProcess
 from tests.unit.cli_run import Run, runner
 

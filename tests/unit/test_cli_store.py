@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from kvsieve_store.client import StoreClient
 
+from kvsieve_store.client import StoreClient
 from tests.protocol.client_stores import SPEC, chain, store_thread, write_chain
 from tests.unit.cli_run import Run, runner
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+
 from kvsieve_connector.demo import document, report
 from kvsieve_connector.demo.engine import Answer, Engine, wait_for
 from kvsieve_connector.demo.model import build_once
 from kvsieve_connector.demo.processes import Child, DemoError, tail
 from kvsieve_connector.demo.scenario import Result, Run
 from kvsieve_connector.demo.steps import Steps
-from rich.console import Console
 
 # document
 

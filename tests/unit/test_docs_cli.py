@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import typer
-from kvsieve_store.cli.main import build
 
+from kvsieve_store.cli.main import build
 from tests.conftest import ROOT
 
 

@@ -6,7 +6,6 @@ import re
 
 from kvsieve_connector.settings import PREFIX, ConnectorSettings
 from kvsieve_store.settings import StoreSettings
-
 from tests.conftest import ROOT
 
 ROWS = dict(re.findall(r"^\| `([a-z_.]+)` \| (.*?) \|", (ROOT / "docs/settings.md").read_text(), re.M))

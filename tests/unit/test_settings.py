@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvsieve_store.addresses import TcpAddress, UnixAddress, parse_address
 from kvsieve_store.errors import SettingsError
 from kvsieve_store.settings import StoreSettings, default_socket, load

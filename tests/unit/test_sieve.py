@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvsieve_store.state.sieve import Sieve
 from kvsieve_store.state.slots import SlotTable
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
 from kvsieve_store.errors import InvalidRequestError, NotFoundError
 from kvsieve_store.state import Cleared, Evicted, Pinned, StoreState, Unpinned
-
 from tests.unit.state_driver import EXTENT_BYTES, Engine, attach, freeze, has, key, keys, settings, spec
 
 

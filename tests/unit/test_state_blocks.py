@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+
 from kvsieve_store.errors import InvalidRequestError, SlotNotHeldError
 from kvsieve_store.protocol.limits import MAX_BATCH, MAX_LEASE_MS, MAX_MATCH_KEYS
 from kvsieve_store.state import Grant, StoreState
-
 from tests.unit.state_driver import ROOT, Engine, attach, freeze, key, keys, settings, u32
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
+
 from kvsieve_store.errors import (
     CapacityError,
     InvalidRequestError,
@@ -15,7 +16,6 @@ from kvsieve_store.errors import (
 )
 from kvsieve_store.protocol.spec import PoolSpec
 from kvsieve_store.state import Cleared, Evicted
-
 from tests.unit.state_driver import ROOT, spec
 from tests.unit.state_invariants import CheckedStoreModel
 from tests.unit.state_model import (

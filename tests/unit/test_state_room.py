@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from kvsieve_store.state import StoreState
 
+from kvsieve_store.state import StoreState
 from tests.unit.state_driver import EXTENT_BYTES, attach, has, key, keys, settings, spec
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from kvsieve_store.errors import (
     CapacityError,
     InvalidRequestError,
@@ -14,7 +15,6 @@ from kvsieve_store.errors import (
 )
 from kvsieve_store.protocol.limits import MAX_BATCH, MAX_CREDITS, MAX_LEASE_MS
 from kvsieve_store.state import StoreState
-
 from tests.unit.state_driver import EXTENT_BYTES, attach, freeze, has, key, keys, settings, spec, u32
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from kvsieve_store.client import ArenaMap
 
     from kvsieve_connector.metadata import LoadOrder, SaveOrder
+    from kvsieve_store.client import ArenaMap
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,8 @@ from vllm.logger import init_logger
 from kvsieve_connector.copy.base import CopyEngine, LayerPages, LoadResult, SaveResult
 
 if TYPE_CHECKING:
-    from kvsieve_store.client import ArenaMap
-
     from kvsieve_connector.metadata import BlockPages, LoadOrder, SaveOrder
+    from kvsieve_store.client import ArenaMap
 
 logger = init_logger("vllm.kvsieve")
 

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 import psutil
+
 from kvsieve_store.errors import KVSieveError
 
 _POLL_SECONDS = 0.2

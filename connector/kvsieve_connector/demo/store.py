@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 from kvsieve.v1 import admin_pb2 as pb
+from kvsieve_connector.demo.processes import Child
 from kvsieve_store.client import AdminClient
 from kvsieve_store.errors import KVSieveError, UnavailableError
-
-from kvsieve_connector.demo.processes import Child
 
 _POOL_MIB = 512
 _START_SECONDS = 60.0

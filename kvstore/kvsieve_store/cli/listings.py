@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from kvsieve.v1 import admin_pb2 as pb
 
+from kvsieve.v1 import admin_pb2 as pb
 from kvsieve_store.cli.endpoint import EndpointOption, admin
 from kvsieve_store.cli.output import (
     Column,

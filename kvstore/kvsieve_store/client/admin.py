@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
+
 from kvsieve.v1 import admin_pb2 as pb
 from kvsieve.v1.admin_pb2_grpc import AdminStub
-
 from kvsieve_store.client.batches import join_keys
 from kvsieve_store.client.channel import CHANNEL_OPTIONS, call_error
 from kvsieve_store.client.endpoint import grpc_target

@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable, Sequence
 
 import grpc
-from kvsieve.v1 import store_pb2 as pb
 
+from kvsieve.v1 import store_pb2 as pb
 from kvsieve_store import __version__
 from kvsieve_store.client.backoff import LONGEST_SECONDS, Backoff
 from kvsieve_store.client.batches import check_entries, join_keys

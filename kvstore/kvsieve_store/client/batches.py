@@ -7,7 +7,6 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 from kvsieve.v1 import store_pb2 as pb
-
 from kvsieve_store.client.handles import SealEntry, SlotRef
 from kvsieve_store.errors import InvalidRequestError
 from kvsieve_store.protocol.limits import KEY_BYTES

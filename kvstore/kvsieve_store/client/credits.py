@@ -6,7 +6,6 @@ import threading
 from collections import deque
 
 from kvsieve.v1 import store_pb2 as pb
-
 from kvsieve_store.client.handles import SlotRef
 
 

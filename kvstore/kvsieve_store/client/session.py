@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
+
 from kvsieve.v1 import store_pb2 as pb
 from kvsieve.v1.store_pb2_grpc import StoreStub
-
 from kvsieve_store.client import batches
 from kvsieve_store.client.channel import call_error
 from kvsieve_store.client.credits import Credits

@@ -7,7 +7,6 @@ import json
 from dataclasses import dataclass, fields
 
 from kvsieve.v1 import store_pb2 as pb
-
 from kvsieve_store.errors import InvalidRequestError
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc
 import psutil
+
 from kvsieve.v1 import admin_pb2 as pb
 from kvsieve.v1 import admin_pb2_grpc
-
 from kvsieve_store import __version__
 from kvsieve_store.errors import InvalidRequestError
 from kvsieve_store.server.core import Core

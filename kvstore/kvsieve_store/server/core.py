@@ -9,7 +9,6 @@ import time
 from typing import Literal
 
 from kvsieve.v1 import store_pb2 as pb
-
 from kvsieve_store import __version__
 from kvsieve_store.arena import Arena, SessionLock
 from kvsieve_store.errors import KVSieveError, UnavailableError

@@ -11,8 +11,8 @@ from typing import Self
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from kvsieve.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
 
+from kvsieve.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
 from kvsieve_store import __version__
 from kvsieve_store.addresses import TcpAddress, UnixAddress
 from kvsieve_store.arena import Arena

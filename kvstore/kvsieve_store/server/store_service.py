@@ -8,10 +8,10 @@ from typing import Any
 
 import grpc
 import numpy as np
-from kvsieve.v1 import store_pb2 as pb
-from kvsieve.v1 import store_pb2_grpc
 from numpy.typing import NDArray
 
+from kvsieve.v1 import store_pb2 as pb
+from kvsieve.v1 import store_pb2_grpc
 from kvsieve_store.errors import InvalidRequestError, PoolMismatchError
 from kvsieve_store.protocol.limits import MAX_BATCH, PROTOCOL_VERSION
 from kvsieve_store.server.core import Core

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
-from kvsieve.v1 import store_pb2 as pb
 from numpy.typing import NDArray
 
+from kvsieve.v1 import store_pb2 as pb
 from kvsieve_store.protocol.layout import ExtentLayout
 from kvsieve_store.state import Grant
 
