@@ -21,8 +21,8 @@ _STORE_FLAGS = ("--pool-size", "512MiB")
 def run(endpoint: str | None, console: Console) -> int:
     """Measures the store at `endpoint`, or one of its own, and prints a table; the exit code is 0.
 
-    A store that is given lends its memory: about 100 MiB for the copies, and 4 KiB per block that is sealed, as
-    many as it seals in a few seconds. All of it is given back at the end.
+    A store that is given lends its memory: about 100 MiB for the copies, and 4 KiB per block that is sealed,
+    as many as it seals in a few seconds. All of it is given back at the end.
     """
     with nullcontext() if endpoint else TemporaryStore(*_STORE_FLAGS) as own:
         target = endpoint or own.endpoint if own else str(endpoint)
