@@ -147,11 +147,18 @@ class KVSieveConnector(KVConnectorBase_V1, SupportsHMA):
         return self._sched.has_pending_work()
 
     def reset_cache(self) -> bool:
-        logger.error(
-            "kvsieve: the store is shared by other engines and is not reset from here; "
-            "drop the pool with 'kvsieve clear POOL'"
+        """The engine's weights may have changed: what it saved must not be matched again.
+
+        The pool belongs to other engines, too, so this engine leaves it, for as long as it runs.
+        """
+        assert self._session is not None
+        self._session.close()
+        self._sched.use(None)
+        logger.warning(
+            "kvsieve: the cache was reset; this engine works without the store from now on. To use one "
+            "again, drop the pool ('kvsieve clear POOL') if weights have changed, and start the engine anew"
         )
-        return False
+        return True
 
     # Worker
 
@@ -178,11 +185,12 @@ class KVSieveConnector(KVConnectorBase_V1, SupportsHMA):
         self._work.save_layer(layer_name)
 
     def finish_forward(self) -> None:
-        if self.has_connector_metadata():
-            self._work.finish_saves()
+        # With a drafter, its layers are computed after this; wait_for_save comes after them.
+        if self.has_connector_metadata() and self._vllm_config.speculative_config is None:
+            self._work.finish_saves(after_sampling=False)
 
     def wait_for_save(self) -> None:
-        self._work.finish_saves()
+        self._work.finish_saves(after_sampling=True)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._work.results()

@@ -8,8 +8,11 @@ contributes whole pages.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 MAIN, INDEXER = "main", "indexer"
+WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".gguf"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,9 @@ def store_block_tokens(kv_cache_config: KVCacheConfig) -> int:
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raises ValueError, with the reason, for an engine whose KV this connector can't store."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_role != "kv_both":
+        raise ValueError(f"kvsieve: kv_role={transfer.kv_role!r} is not supported, only 'kv_both'")
     parallel = vllm_config.parallel_config
     for field in (
         "pipeline_parallel_size",
@@ -152,12 +159,11 @@ def pool_spec(
             f"kvsieve: prefix_caching_hash_algo={cache.prefix_caching_hash_algo!r} is not supported: keys "
             "must be 32 bytes and the same in every process; use --prefix-caching-hash-algo sha256_cbor"
         )
-    revision = f"@{model.revision}" if model.revision else ""
     dtype = cache.cache_dtype if cache.cache_dtype != "auto" else str(model.dtype).removeprefix("torch.")
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     return PoolSpec(
-        name=name or str(model.served_model_name or model.model),
-        model=f"{model.model}{revision}",
+        name=name or model.model,
+        model=f"{model.model} {model_digest(vllm_config)}",
         dtype=dtype,
         block_tokens=geometry.block_tokens,
         hash_algo=cache.prefix_caching_hash_algo,
@@ -166,6 +172,29 @@ def pool_spec(
         tp_size=tp_size,
         planes=geometry.planes(tp_size),
     )
+
+
+def model_digest(vllm_config: VllmConfig) -> str:
+    """16 hex digits over what else decides the values in the cache: the model's configuration with overrides,
+    its dtype and quantization, its revision, and of a local model its files' names, sizes and times."""
+    model = vllm_config.model_config
+    config = model.hf_config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):
+        config.pop(name, None)
+    parts: dict[str, object] = {
+        "config": config,
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "revision": model.revision,
+        "load_format": str(vllm_config.load_config.load_format),
+        "seed": model.seed if "dummy" in str(vllm_config.load_config.load_format) else None,
+    }
+    folder = Path(model.model)
+    if folder.is_dir():
+        weights = (path for path in sorted(folder.iterdir()) if path.suffix in WEIGHT_FILES)
+        parts["files"] = [(path.name, (s := path.stat()).st_size, s.st_mtime_ns) for path in weights]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _layer_specs(names: list[str], spec: KVCacheSpec) -> list[tuple[str, KVCacheSpec]]:
@@ -187,6 +216,13 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def _page_view(
     name: str, cache: torch.Tensor, num_blocks: int, page_bytes: int, block_stride: int
 ) -> torch.Tensor:
+    # vLLM may show a block as several smaller ones, but blocks come first, so many bytes apart.
+    shown = cache.shape[0] // num_blocks
+    if cache.shape[0] % num_blocks or cache.stride(0) * cache.element_size() * shown != block_stride:
+        raise ValueError(
+            f"kvsieve: layer {name}: cache of shape {tuple(cache.shape)}, strides {cache.stride()}, does not "
+            f"lay {num_blocks} blocks {block_stride} bytes apart; this cache layout is not supported"
+        )
     start = cache.storage_offset() * cache.element_size()
     whole = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
     end = start + (num_blocks - 1) * block_stride + page_bytes

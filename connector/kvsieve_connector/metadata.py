@@ -41,25 +41,37 @@ class LoadOrder:
 
 @dataclass
 class StepOrders(KVConnectorMetadata):
-    """Scheduler -> workers. `attachment` comes when it has changed; orders refer to it from this step on."""
+    """Scheduler -> workers. `attachment` comes when it has changed; orders refer to it from this step on.
+
+    detach: the session is over; the arena is to be unmapped, so that a dead store's memory goes.
+    """
 
     attachment: Attachment | None = None
+    detach: bool = False
     saves: list[SaveOrder] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Workers -> scheduler. Per save job, how many ranks have written their part; and jobs that failed."""
+    """Workers -> scheduler, summed over ranks.
+
+    saved, failed: per save job, how many ranks are done with it, well or badly. Every rank reports every
+    job, also one that writes no part of it.
+    unready: per epoch of the attachment, how many ranks can't reach the arena: +1 when a rank finds out, -1
+    when it can.
+    """
 
     saved: dict[int, int] = field(default_factory=dict)
-    failed: set[int] = field(default_factory=set)
+    failed: dict[int, int] = field(default_factory=dict)
+    unready: dict[int, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
-        for job, ranks in other.saved.items():
-            self.saved[job] = self.saved.get(job, 0) + ranks
-        self.failed |= other.failed
+        for name in ("saved", "failed", "unready"):
+            mine = getattr(self, name)
+            for key, ranks in getattr(other, name).items():
+                mine[key] = mine.get(key, 0) + ranks
         return self
 
 

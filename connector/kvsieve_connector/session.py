@@ -47,7 +47,6 @@ class Session:
         cache = self._config.cache_config
         hash_fn = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
         spec = pool_spec(self._config, first, self._settings.pool, resolve_none_hash_seed(hash_fn))
-        sharded = any(plane.shards > 1 for plane in spec.planes)
         transfer = self._config.kv_transfer_config
         assert transfer is not None
         self._client = StoreClient(
@@ -57,7 +56,7 @@ class Session:
             credit_target=self._credits(first.block_tokens),
             on_change=self._changed,
         )
-        self._scheduler.use(self._client, writers=spec.tp_size if sharded else 1)
+        self._scheduler.use(self._client)
         self._client.start()
         try:
             self._client.wait_attached(self._settings.connect_timeout_ms / 1000)

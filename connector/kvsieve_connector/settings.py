@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvsieve_store.addresses import default_socket
+
 PREFIX = "kvsieve."
 
 
@@ -19,11 +21,11 @@ class ConnectorSettings(BaseModel):
     mode: Literal["cache"] = "cache"
     """How KV is used. "sparse" comes later."""
 
-    endpoint: str = "unix:///run/kvsieve/kvsieve.sock"
-    """Where the store listens: unix:///path or host:port."""
+    endpoint: str = Field(default_factory=lambda: f"unix://{default_socket()}")
+    """Where the store listens: unix:///path or host:port. Default: where this user's store listens."""
 
     pool: str | None = None
-    """Name of the pool. Default: the model's name."""
+    """Name of the pool. Default: the model, as given to vLLM."""
 
     connect_timeout_ms: int = Field(default=2_000, ge=0, le=60_000)
     """How long the engine's start waits for the store. Past it, serving starts without."""

@@ -19,7 +19,7 @@ COUNTERS = {
     "save_seconds": "Time spent copying from the paged cache to the arena, by all ranks",
     "duplicate_blocks": "Blocks that another engine had sealed first",
     "skipped_saves": "Full blocks that were not saved, because no slot was free while their request lived",
-    "failed_saves": "Blocks that were written but could not be sealed",
+    "failed_saves": "Blocks that could not be written or sealed",
     "match_timeouts": "Requests computed without the store because it answered too late",
     "store_losses": "Times that the connection to the store was lost",
 }

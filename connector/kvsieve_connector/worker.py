@@ -43,7 +43,9 @@ class WorkerHalf:
         self._orders = StepOrders()
         self._done_layers = 0
         self._saved: list[int] = []
-        self._failed_saves: set[int] = set()
+        self._failed_saves: list[int] = []
+        self._epoch = 0
+        self._said_unready = False
         self._refused_loads: list[LoadOrder] = []
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -65,10 +67,11 @@ class WorkerHalf:
         self._orders, self._done_layers = orders, 0
         if orders.attachment is not None:
             self._map(orders.attachment)
-        if self._engine is not None:
-            self._engine.before_forward()
+        elif orders.detach:
+            self._unmap()
+        self._guard_blocks()
         if orders.saves and not self._ready:
-            self._failed_saves.update(order.job for order in orders.saves)
+            self._failed_saves += [order.job for order in orders.saves]
             orders.saves = []
 
     def save_layer(self, name: str) -> None:
@@ -88,17 +91,23 @@ class WorkerHalf:
             else:
                 self._refused_loads.append(order)
 
-    def finish_saves(self) -> None:
-        """The forward is over, or launched on the device: copies what the layer hooks have not."""
+    def finish_saves(self, after_sampling: bool) -> None:
+        """The forward is over, or launched on the device: copies what the layer hooks have not.
+
+        after_sampling: nothing of this step follows that should not wait for the copies.
+        """
         saves, self._orders.saves = self._orders.saves, []
         if saves:
             self._copies.finish_saves(saves, self._done_layers)
+        if after_sampling:
+            self._guard_blocks()
 
     def results(self) -> KVConnectorTransferResults:
         """Requests whose loads have ended since the last call; failed ones are among the ended.
 
         vLLM asks for this before the stats and the report, so it is here that copies are looked after.
         """
+        self._guard_blocks()
         if self._engine is not None:
             saved = self._engine.saved()
             self._saved += saved.jobs
@@ -120,10 +129,12 @@ class WorkerHalf:
         return results
 
     def report(self) -> WorkerReport | None:
-        if not self._saved and not self._failed_saves:
+        unready = bool(self._epoch) and not self._ready
+        news = {self._epoch: 1 if unready else -1} if unready != self._said_unready else {}
+        if not (self._saved or self._failed_saves or news):
             return None
-        report = WorkerReport(dict.fromkeys(self._saved, 1), self._failed_saves)
-        self._saved, self._failed_saves = [], set()
+        report = WorkerReport(dict.fromkeys(self._saved, 1), dict.fromkeys(self._failed_saves, 1), news)
+        self._saved, self._failed_saves, self._said_unready = [], [], unready
         return report
 
     def close(self) -> None:
@@ -160,17 +171,32 @@ class WorkerHalf:
     def _map(self, attachment: Attachment) -> None:
         """Maps the arena, or moves to another session's lock. Failing that, works without a store."""
         self._copies.drain()
+        self._epoch, self._said_unready = attachment.epoch, False
         try:
             if self._arena is None:
                 self._arena = ArenaMap(attachment)
             else:
                 self._arena.update(attachment)
-        except (KVSieveError, OSError) as error:
+        except (KVSieveError, OSError, ValueError) as error:
             logger.error("kvsieve: can't map the arena, blocks are neither saved nor loaded: %s", error)
-            if self._arena is not None:
-                self._arena.close()
+            self._unmap()
+            self._epoch = attachment.epoch
+        else:
+            self._copies.use(self._arena)
+
+    def _unmap(self) -> None:
+        """Gives the arena back: a dead store's memory goes with its last mapping."""
+        self._copies.drain()
+        self._copies.use(None)
+        self._epoch, self._said_unready = 0, False
+        if self._arena is not None:
+            self._arena.close()
             self._arena = None
-        self._copies.use(self._arena)
+
+    def _guard_blocks(self) -> None:
+        """What is launched from now on may write to blocks that a save still reads: let it wait."""
+        if self._engine is not None:
+            self._engine.guard_blocks()
 
     @property
     def _copies(self) -> CopyEngine:

@@ -5,11 +5,27 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvsieve_store.errors import SettingsError
+
 MAX_SOCKET_PATH = 107
 """Bytes; what the kernel takes (unix(7))."""
+
+
+def default_socket(environ: Mapping[str, str] | None = None) -> Path:
+    """Where the store listens and clients look when nothing is said. Raises SettingsError without a place."""
+    if os.geteuid() == 0 or os.access("/run/kvsieve", os.W_OK):
+        return Path("/run/kvsieve/kvsieve.sock")
+    runtime_dir = (os.environ if environ is None else environ).get("XDG_RUNTIME_DIR")
+    if not runtime_dir:
+        raise SettingsError(
+            "listen: no default socket, since /run/kvsieve is not writable and XDG_RUNTIME_DIR is not set; "
+            "give one, as in --listen unix:///path/kvsieve.sock"
+        )
+    return Path(runtime_dir) / "kvsieve" / "kvsieve.sock"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from kvsieve_store.addresses import TcpAddress, UnixAddress, parse_address
+from kvsieve_store.addresses import TcpAddress, UnixAddress, default_socket, parse_address
 from kvsieve_store.errors import SettingsError
 from kvsieve_store.protocol.layout import SLOT_ALIGN
 from kvsieve_store.protocol.limits import MAX_SESSIONS
@@ -27,19 +26,6 @@ _OTHER_VARIABLES = re.compile(
     # Kubernetes sets these in every pod of a namespace that has a Service named kvsieve*.
     r"|KVSIEVE_(\w+_)?SERVICE_(HOST|PORT(_\w+)?)|KVSIEVE_(\w+_)?PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
 )
-
-
-def default_socket(environ: Mapping[str, str] | None = None) -> Path:
-    """Where the store listens and clients look when nothing is said. Raises SettingsError without a place."""
-    if os.geteuid() == 0 or os.access("/run/kvsieve", os.W_OK):
-        return Path("/run/kvsieve/kvsieve.sock")
-    runtime_dir = (os.environ if environ is None else environ).get("XDG_RUNTIME_DIR")
-    if not runtime_dir:
-        raise SettingsError(
-            "listen: no default socket, since /run/kvsieve is not writable and XDG_RUNTIME_DIR is not set; "
-            "give one, as in --listen unix:///path/kvsieve.sock"
-        )
-    return Path(runtime_dir) / "kvsieve" / "kvsieve.sock"
 
 
 def _default_listen() -> tuple[str, ...]:

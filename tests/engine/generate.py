@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,12 +63,12 @@ def counters(llm: Any) -> dict[str, float]:
 
 
 def seals_done(llm: Any, timeout: float = 20.0) -> None:
-    """Waits until all that was saved is sealed: a seal's answer comes after the step that sent it."""
-    import time
-
-    half = connector_of(llm)._scheduler
+    """Lets the engine step until all that it saved is sealed: a seal's answer comes after the step that sent
+    it, and the connector asks for more steps until then."""
+    core = llm.llm_engine.engine_core.engine_core
     deadline = time.monotonic() + timeout
-    while half._sealing or half._jobs:
-        half._poll_seals()
+    while core.scheduler.has_requests():
+        core.step_fn()
         assert time.monotonic() < deadline, "seals are not answered"
-        time.sleep(0.01)
+        time.sleep(0.001)
+    assert not connector_of(llm)._scheduler._in_flight

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -117,23 +122,29 @@ def test_local_hits_come_first_and_the_store_adds_to_them(
 def test_two_engines_share_prefixes_while_both_run(
     engine: Engine, store: StoreProcess, tiny_qwen3: Path
 ) -> None:
-    """Engines in processes of their own: one saves, the other, started before, finds it."""
+    """The second engine, a process of its own, is there before the first saves; it finds the prefixes."""
+    script = Path(__file__).parent / "answer.py"
     ids = [prompt(600, seed) for seed in range(3)]
-    with engine(tiny_qwen3) as llm:
-        plain = generate(llm, ids)
     with engine(tiny_qwen3, store.endpoint) as first:
-        generate(first, ids[:1])
-        with AdminClient(store.endpoint) as admin:
-            sessions = admin.list_sessions().sessions
-        assert [s.state for s in sessions] == ["attached"]
-        saved = generate(first, ids)
-        seals_done(first)
-    with engine(tiny_qwen3, store.endpoint) as second:
-        answers = generate(second, ids)
-    assert [a.cached for a in answers] == [576] * 3
-    for a, b, c in zip(plain, saved, answers, strict=True):
-        assert a.distance(b) <= 1e-3
-        assert a.distance(c) <= 1e-3
+        command = [sys.executable, str(script), str(tiny_qwen3), store.endpoint]
+        second = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            assert second.stdin is not None
+            assert second.stdout is not None
+            assert any(line == "ready\n" for line in second.stdout)
+            with AdminClient(store.endpoint) as admin:
+                assert [s.state for s in admin.list_sessions().sessions] == ["attached"] * 2
+            saved = generate(first, ids)
+            seals_done(first)
+            json.dump(ids, second.stdin)
+            second.stdin.close()
+            (line,) = (line for line in second.stdout if line.startswith("["))
+        finally:
+            second.kill()
+            second.wait()
+    for answer, (tokens, cached) in zip(saved, json.loads(line), strict=True):
+        assert cached == 576
+        assert answer.tokens == tuple(tokens)
 
 
 def test_preempted_requests_come_back_from_the_store(
@@ -206,29 +217,28 @@ def test_a_store_without_free_slots_costs_saves_only(
 
 
 def test_kv_events_tell_what_was_stored(engine: Engine, store: StoreProcess, tiny_qwen3: Path) -> None:
+    """Every sealed block once, with its tokens and its parent; also of requests that end at once."""
     from vllm.config import KVEventsConfig
 
-    ids = prompt(200)
-    with engine(
-        tiny_qwen3,
-        store.endpoint,
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
-    ) as llm:
-        generate(llm, [ids, prompt(100, 5)], max_tokens=40)
-        events = []
+    ids = [prompt(300, 9), prompt(100, 5)]
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    events: list[Any] = []
+    with engine(tiny_qwen3, store.endpoint, kv_events_config=config) as llm:
         half = connector_of(llm)._scheduler
         take = half.take_events
         half.take_events = lambda: events.extend(got := take()) or got
-        generate(llm, [prompt(300, 9)], max_tokens=8)
+        generate(llm, ids, max_tokens=1)
         seals_done(llm)
         events.extend(take())
-    stored = [e for e in events if e.medium == "CPU"]
-    assert stored
-    tokens = prompt(300, 9)
-    for event in stored:
-        assert len(event.token_ids) == event.block_size == BLOCK
-    firsts = {tuple(e.token_ids) for e in stored}
-    assert tuple(tokens[:BLOCK]) in firsts
+    assert {e.medium for e in events} == {"CPU"}
+    stored = {tuple(e.token_ids): e for e in events}
+    expected = [tuple(tokens[i : i + BLOCK]) for tokens in ids for i in range(0, len(tokens) - BLOCK, BLOCK)]
+    assert len(events) == len(expected)
+    assert set(stored) == set(expected)
+    chain = [stored[tuple(ids[0][i : i + BLOCK])] for i in range(0, 300 - BLOCK, BLOCK)]
+    assert chain[0].parent_block_hash is None
+    for parent, child in itertools.pairwise(chain):
+        assert [child.parent_block_hash] == parent.block_hashes
 
 
 def test_generated_blocks_are_saved_unless_told_otherwise(
@@ -298,8 +308,6 @@ def all_blocks(admin: AdminClient, pool: str) -> list[Any]:
 
 
 def wait_for(condition: Callable[[], bool], timeout: float = 10.0) -> None:
-    import time
-
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in time"

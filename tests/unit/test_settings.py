@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvsieve_store.addresses import TcpAddress, UnixAddress, parse_address
+from kvsieve_store.addresses import TcpAddress, UnixAddress, default_socket, parse_address
 from kvsieve_store.errors import SettingsError
-from kvsieve_store.settings import StoreSettings, default_socket, load
+from kvsieve_store.settings import StoreSettings, load
 
 
 def from_env(**environ: str) -> StoreSettings:

@@ -39,9 +39,7 @@ def test_a_second_engine_shares_the_pool(state: StoreState) -> None:
 def test_another_spec_under_the_name_is_refused_and_the_difference_named(state: StoreState) -> None:
     attach(state)
     before = freeze(state)
-    with pytest.raises(
-        PoolMismatchError, match=r"model: 'other'.*'model'.*kvsieve clear --pool pool.*kvsieve.pool"
-    ):
+    with pytest.raises(PoolMismatchError, match=r"model: 'other'.*'model'.*kvsieve clear pool.*kvsieve.pool"):
         attach(state, spec(model="other"), name="b")
     assert freeze(state) == before
 

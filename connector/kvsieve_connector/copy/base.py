@@ -81,7 +81,7 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Waits until no copy touches the arena any more."""
+        """Waits until no copy touches the arena any more. Loads keep their results; saves are forgotten."""
 
     @abstractmethod
     def save_layer(self, index: int, orders: list[SaveOrder]) -> None:
@@ -105,8 +105,8 @@ class CopyEngine(ABC):
         """Loads that have ended, each once."""
 
     @abstractmethod
-    def before_forward(self) -> None:
-        """The next forward is about to be launched: it must not overtake copies that read its blocks."""
+    def guard_blocks(self) -> None:
+        """What is launched on the device from now on must not overtake saves that read its blocks."""
 
     @abstractmethod
     def close(self) -> None:

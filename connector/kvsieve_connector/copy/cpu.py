@@ -30,10 +30,8 @@ class CpuCopyEngine(CopyEngine):
         self._arena: ArenaMap | None = None
         self._saved: list[int] = []
         self._copied, self._seconds = 0, 0.0
-        self._orders: queue.SimpleQueue[LoadOrder | None] = queue.SimpleQueue()
+        self._orders: queue.Queue[LoadOrder | None] = queue.Queue()
         self._results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
         self._thread = threading.Thread(target=self._run, name="kvsieve-load", daemon=True)
         self._thread.start()
 
@@ -69,7 +67,6 @@ class CpuCopyEngine(CopyEngine):
         return result
 
     def start_load(self, order: LoadOrder) -> None:
-        self._idle.clear()
         self._orders.put(order)
 
     def loaded(self) -> list[LoadResult]:
@@ -78,11 +75,12 @@ class CpuCopyEngine(CopyEngine):
             results.append(self._results.get())
         return results
 
-    def before_forward(self) -> None:
-        """Nothing to do: saves have ended, and loads write only to blocks that no forward reads."""
+    def guard_blocks(self) -> None:
+        """Nothing to do: saves have ended when their call returns."""
 
     def drain(self) -> None:
-        self._idle.wait()
+        self._orders.join()
+        self._saved = []
 
     def close(self) -> None:
         self._orders.put(None)
@@ -98,8 +96,7 @@ class CpuCopyEngine(CopyEngine):
                 logger.exception("kvsieve: loading blocks of request %s failed", order.req_id)
             seconds = time.perf_counter() - started
             self._results.put(LoadResult(order.req_id, ok, copied, seconds, len(order.refs)))
-            if self._orders.empty():
-                self._idle.set()
+            self._orders.task_done()
 
     def _load(self, order: LoadOrder) -> tuple[int, bool]:
         arena = self._arena

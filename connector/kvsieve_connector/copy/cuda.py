@@ -40,19 +40,17 @@ class _Run:
 
 
 @dataclass(slots=True)
-class _Save:
-    orders: list[SaveOrder]
+class _Batch:
+    """Copies on a stream. copied: bytes. begun, done: events around them."""
+
     copied: int
     begun: torch.cuda.Event
     done: torch.cuda.Event
 
-
-@dataclass(slots=True)
-class _Load:
-    order: LoadOrder
-    copied: int
-    begun: torch.cuda.Event
-    done: torch.cuda.Event
+    @property
+    def seconds(self) -> float:
+        """Time of the copies; once `done` has come."""
+        return self.begun.elapsed_time(self.done) / 1000
 
 
 def runs_of(layers: list[LayerPages]) -> list[_Run]:
@@ -86,9 +84,9 @@ class CudaCopyEngine(CopyEngine):
         self._load_stream = torch.cuda.Stream(self._device, priority=low)
         self._arena: ArenaMap | None = None
         self._registration: _Registration | None = None
-        self._saves: list[_Save] = []
-        self._loads: list[_Load] = []
-        self._refused: list[LoadResult] = []
+        self._saves: list[tuple[list[SaveOrder], _Batch]] = []
+        self._loads: list[tuple[LoadOrder, _Batch]] = []
+        self._ended: list[LoadResult] = []
 
     @property
     def ready(self) -> bool:
@@ -106,75 +104,72 @@ class CudaCopyEngine(CopyEngine):
     def drain(self) -> None:
         self._save_stream.synchronize()
         self._load_stream.synchronize()
+        self._ended = self.loaded()  # judged by the arena that they have read
+        self._saves = []
 
     def save_layer(self, index: int, orders: list[SaveOrder]) -> None:
         """Left to finish_saves: one run per block, not one per layer."""
 
     def finish_saves(self, orders: list[SaveOrder], done_layers: int) -> None:
-        assert self._arena is not None
-        sources, targets, sizes = self._ranges(
-            self._save_runs, [(order.slot, order.pages) for order in orders]
-        )
-        self._save_stream.wait_stream(torch.cuda.current_stream(self._device))
-        begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(self._save_stream):
-            begun.record()
-            _copy(sources, targets, sizes)
-            done.record()
-        self._saves.append(_Save(orders, sum(sizes), begun, done))
+        blocks = [(order.slot, order.pages) for order in orders]
+        device, host, sizes = self._ranges(self._save_runs, blocks)
+        self._saves.append((orders, self._launch(self._save_stream, device, host, sizes)))
 
     def saved(self) -> SaveResult:
         jobs: list[int] = []
         copied, seconds = 0, 0.0
-        while self._saves and self._saves[0].done.query():
-            save = self._saves.pop(0)
-            copied += save.copied
-            seconds += save.begun.elapsed_time(save.done) / 1000
-            for order in save.orders:
-                if self._arena is not None:
+        while self._saves and self._saves[0][1].done.query():
+            orders, batch = self._saves.pop(0)
+            copied += batch.copied
+            seconds += batch.seconds
+            for order in orders:
+                if self._arena is not None and self.written:
                     self._arena.set_layers_done(order.slot, self.shard, len(self.written))
                 jobs.append(order.job)
         return SaveResult(jobs, copied, seconds)
 
     def start_load(self, order: LoadOrder) -> None:
-        assert self._arena is not None
-        if self._arena.attachment.instance != order.instance or not self._intact(order):
-            self._refused.append(LoadResult(order.req_id, False, 0, 0.0, 0))
+        if not self._intact(order):
+            self._ended.append(LoadResult(order.req_id, False, 0, 0.0, 0))
             return
         blocks = [(ref.slot, pages) for ref, pages in zip(order.refs, order.pages, strict=True)]
-        targets, sources, sizes = self._ranges(self._load_runs, blocks)
-        # Blocks that were just freed may still be read or written by what is queued.
-        self._load_stream.wait_stream(torch.cuda.current_stream(self._device))
-        begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(self._load_stream):
-            begun.record()
-            _copy(sources, targets, sizes)
-            done.record()
-        self._loads.append(_Load(order, sum(sizes), begun, done))
+        device, host, sizes = self._ranges(self._load_runs, blocks)
+        self._loads.append((order, self._launch(self._load_stream, host, device, sizes)))
 
     def loaded(self) -> list[LoadResult]:
-        results, self._refused = self._refused, []
-        while self._loads and self._loads[0].done.query():
-            load = self._loads.pop(0)
-            seconds = load.begun.elapsed_time(load.done) / 1000
-            ok = self._intact(load.order)
-            results.append(LoadResult(load.order.req_id, ok, load.copied, seconds, len(load.order.refs)))
+        results, self._ended = self._ended, []
+        while self._loads and self._loads[0][1].done.query():
+            order, batch = self._loads.pop(0)
+            ok = self._intact(order)
+            results.append(LoadResult(order.req_id, ok, batch.copied, batch.seconds, len(order.refs)))
         return results
 
-    def before_forward(self) -> None:
-        """The next forward may write to blocks that a save still reads: it waits on the device."""
+    def guard_blocks(self) -> None:
         if self._saves:
-            torch.cuda.current_stream(self._device).wait_event(self._saves[-1].done)
+            torch.cuda.current_stream(self._device).wait_event(self._saves[-1][1].done)
 
     def close(self) -> None:
         self.drain()
         self.use(None)
 
     def _intact(self, order: LoadOrder) -> bool:
-        """Whether the slots still hold what was matched."""
-        assert self._arena is not None
+        """Whether this arena's slots hold what was matched."""
+        if self._arena is None or self._arena.attachment.instance != order.instance:
+            return False
         found = self._arena.generations([ref.slot for ref in order.refs])
         return bool(found.tolist() == [ref.generation for ref in order.refs])
+
+    def _launch(
+        self, stream: torch.cuda.Stream, sources: list[int], targets: list[int], sizes: list[int]
+    ) -> _Batch:
+        """Copies after all that is queued on the current stream: it may still use the blocks."""
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(stream):
+            begun.record()
+            _copy(sources, targets, sizes)
+            done.record()
+        return _Batch(sum(sizes), begun, done)
 
     def _ranges(
         self, runs: list[_Run], blocks: list[tuple[int, BlockPages]]
@@ -225,7 +220,7 @@ class _Registration:
             if int(error) != 0:
                 logger.error(
                     "kvsieve: pinning segment %d of %d (%d MiB) failed with CUDA error %s; blocks are "
-                    "neither saved nor loaded. Is the memlock limit too low? 'kvsieve doctor' tells",
+                    "neither saved nor loaded until the engine is started anew",
                     number,
                     len(self._segments),
                     segment.nbytes >> 20,

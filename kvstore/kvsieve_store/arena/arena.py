@@ -43,6 +43,7 @@ class Arena:
         self._rows = [s.view.view(np.uint64).reshape(-1, HEADER_BYTES // _WORD) for s in segments]
         # Headers that each extent had under its last layout.
         self._headers = np.zeros(sum(s.size for s in segments) // extent_bytes, np.int64)
+        self._slot_bytes = np.zeros_like(self._headers)
         self._session_numbers = count(1)
 
     @staticmethod
@@ -164,9 +165,10 @@ class Arena:
         """
         extents, index = np.divmod(slots.astype(np.int64), layout.slots_per_extent)
         for extent in set(extents.tolist()):
-            if self._headers[extent] != layout.slots_per_extent:
+            if self._slot_bytes[extent] != layout.slot_bytes:
                 self._extent_rows(extent)[: self._headers[extent], HEADER_GENERATION // _WORD] = 0
                 self._headers[extent] = layout.slots_per_extent
+                self._slot_bytes[extent] = layout.slot_bytes
         segments, extents = np.divmod(extents, self._extents_per_segment)
         rows = (extents * self.extent_bytes) // HEADER_BYTES + index
         for segment in set(segments.tolist()):

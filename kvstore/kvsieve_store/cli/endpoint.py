@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from kvsieve_store.addresses import default_socket
 from kvsieve_store.client.admin import AdminClient
-from kvsieve_store.settings import default_socket
 
 VARIABLE = "KVSIEVE_ENDPOINT"
 

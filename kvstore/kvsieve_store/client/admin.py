@@ -14,8 +14,8 @@ from kvsieve_store.client.batches import join_keys
 from kvsieve_store.client.channel import CHANNEL_OPTIONS, call_error
 from kvsieve_store.client.endpoint import grpc_target
 from kvsieve_store.errors import InvalidRequestError
+from kvsieve_store.protocol.limits import DEFAULT_DRAIN_MS
 
-_DEFAULT_DRAIN_MS = 30_000
 """What the store waits when it is given 0."""
 
 
@@ -82,7 +82,7 @@ class AdminClient:
     def drain(self, *, timeout_ms: int = 0) -> pb.DrainResponse:
         """Waits as long as the store does: `timeout_ms`, or the store's default for 0."""
         request = pb.DrainRequest(timeout_ms=_count("timeout_ms", timeout_ms))
-        wait = (timeout_ms or _DEFAULT_DRAIN_MS) / 1000
+        wait = (timeout_ms or DEFAULT_DRAIN_MS) / 1000
         response: pb.DrainResponse = self._call("Drain", request, extra=wait)
         return response
 

@@ -18,4 +18,7 @@ MAX_CREDITS = 16_384
 
 MAX_LEASE_MS = 600_000
 
+DEFAULT_DRAIN_MS = 30_000
+"""How long Drain waits for leases when it is not told."""
+
 MAX_SESSIONS = 1_024

@@ -12,11 +12,11 @@ from kvsieve.v1 import admin_pb2 as pb
 from kvsieve.v1 import admin_pb2_grpc
 from kvsieve_store import __version__
 from kvsieve_store.errors import InvalidRequestError
+from kvsieve_store.protocol.limits import DEFAULT_DRAIN_MS
 from kvsieve_store.server.core import Core
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-_DEFAULT_DRAIN_MS = 30_000
 _MAX_DRAIN_MS = 600_000
 
 
@@ -62,7 +62,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return pb.ClearResponse(dropped=result.dropped, skipped=result.skipped)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        timeout_ms = request.timeout_ms or _DEFAULT_DRAIN_MS
+        timeout_ms = request.timeout_ms or DEFAULT_DRAIN_MS
         if timeout_ms > _MAX_DRAIN_MS:
             raise InvalidRequestError(f"timeout_ms: {timeout_ms} given, at most {_MAX_DRAIN_MS} allowed")
         return pb.DrainResponse(leases_left=await self._core.drain(timeout_ms / 1000))

@@ -325,7 +325,7 @@ class StoreState:
         if pool is not None and not pool.idle:
             raise PoolMismatchError(
                 f"pool {spec.name!r} holds blocks of another spec: {'; '.join(spec.differences(pool.spec))}. "
-                f"Remedy: clear the pool (kvsieve clear --pool {spec.name}) with no engine attached, "
+                f"Remedy: clear the pool (kvsieve clear {spec.name}) with no engine attached, "
                 "or set another name (kvsieve.pool)"
             )
         settings = self._settings

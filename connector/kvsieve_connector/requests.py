@@ -1,0 +1,65 @@
+"""What the scheduler half remembers: of each request, and of each block and load on its way."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_events import BlockStored
+
+from kvsieve_store.client import Match, SealResult, SlotRef
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class RequestState:
+    """known: blocks of the request's prefix that the store has, or is about to have.
+    match: sent and not used yet; match_started: when, on the monotonic clock.
+    instance: the store that answered the match.
+    asked_after: preemptions of the request when its last match was sent: one match per admission.
+    lookups: False once a load has failed; the request is computed from then on.
+    saves: False once a block can't be saved any more; what follows could not be found without it.
+    """
+
+    request: Request
+    known: int = 0
+    match: Future[Match] | None = None
+    match_started: float = 0.0
+    instance: bytes = b""
+    asked_after: int = -1
+    lookups: bool = True
+    saves: bool = True
+
+
+@dataclass(slots=True)
+class SaveJob:
+    """A block on its way to the store. written, failed: ranks that are done with it, and those that failed.
+
+    event: what to tell vLLM's KV events once it is sealed.
+    """
+
+    key: bytes
+    parent: bytes
+    ref: SlotRef
+    event: BlockStored | None
+    written: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class Sealing:
+    """Blocks whose seal has been sent."""
+
+    jobs: list[SaveJob]
+    future: Future[list[SealResult]]
+
+
+@dataclass(slots=True)
+class Load:
+    """Leases of a load under way, and the epoch that they belong to."""
+
+    lease_ids: tuple[int, ...]
+    epoch: int
