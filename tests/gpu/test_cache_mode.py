@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import StoreProcess
-from tests.engine.generate import connector_of, counters, generate, prompt, seals_done
+from tests.engine.generate import Answer, connector_of, counters, generate, prompt, seals_done
 
 Engine = Callable[..., AbstractContextManager[Any]]
 
@@ -40,40 +40,44 @@ def test_a_second_engine_loads_what_the_first_saved(
 ) -> None:
     path: Path = request.getfixturevalue(model)
     with gpu_engine(path, **args) as llm:
-        plain = generate(llm, PROMPTS)
-        warm = generate(llm, PROMPTS)
+        one_by_one(llm)
+        warm = one_by_one(llm)  # from the engine's own prefix cache: the same bytes, the same batches
+        again = one_by_one(llm)
     with gpu_engine(path, store.endpoint, disable_log_stats=False, **args) as llm:
         arena_ready(llm)
         block = connector_of(llm)._scheduler.block_tokens
-        saved = generate(llm, PROMPTS)
+        saved = one_by_one(llm)
         seals_done(llm)
-        sums = counters(llm)
-        print({name: value for name, value in sums.items() if value})
+        show(llm)
         before = checksums(llm, PROMPTS[3])
     with gpu_engine(path, store.endpoint, disable_log_stats=False, **args) as llm:
         arena_ready(llm)
-        loaded = generate(llm, PROMPTS)
-        sums = counters(llm)
-        print({name: value for name, value in sums.items() if value})
+        loaded = one_by_one(llm)
+        sums = show(llm)
         after = checksums(llm, PROMPTS[3])
 
     blocks = [(n - 1) // block for n in LENGTHS]
-    spread = max(a.distance(b) for a, b in zip(plain, warm, strict=True))
-    print("spread", spread, "loaded", max(a.distance(b) for a, b in zip(plain, loaded, strict=True)))
+    spread = max(a.distance(b) for a, b in zip(warm, again, strict=True))
+    distance = max(a.distance(b) for a, b in zip(warm, loaded, strict=True))
+    print("own cache against itself", spread, "store against own cache", distance)
     assert [a.cached for a in saved] == [0] * len(PROMPTS)
     assert [a.cached for a in loaded] == [n * block for n in blocks]
     assert sums["loaded_blocks"] == sum(blocks)
     assert sums["failed_loads"] == 0
     assert before == after, "bytes of the paged cache differ"
-    # Greedy tokens may part where two are equally likely; up to there the logprobs agree.
-    for a, b in zip(saved, loaded, strict=True):
-        same = next(
-            (i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)) if x != y), len(a.tokens)
-        )
-        assert same >= 1
-        assert max(abs(x - y) for x, y in zip(a.logprobs[:same], b.logprobs[:same], strict=True)) <= max(
-            spread if spread != float("inf") else 0.0, 0.06
-        )
+    assert distance <= spread
+
+
+def one_by_one(llm: Any) -> list[Answer]:
+    """Answers to the prompts, each alone in its batch, so that batches are the same in each run."""
+    return [generate(llm, [ids])[0] for ids in PROMPTS]
+
+
+def show(llm: Any) -> dict[str, float]:
+    """Prints the connector's counters that have moved."""
+    sums = counters(llm)
+    print({name: value for name, value in sums.items() if value})
+    return sums
 
 
 def checksums(llm: Any, ids: list[int]) -> list[str]:
