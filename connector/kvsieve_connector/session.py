@@ -32,6 +32,7 @@ class Session:
         self._config, self._settings, self._scheduler = vllm_config, settings, scheduler
         self._client: StoreClient | None = None
         self._lock = threading.Lock()
+        self._started = False
         self._attached = False
         self._told = False
 
@@ -61,9 +62,8 @@ class Session:
         try:
             self._client.wait_attached(self._settings.connect_timeout_ms / 1000)
         except UnavailableError as error:
-            self._tell(
-                f"kvsieve: no store at {self._settings.endpoint} ({error}); serving without, and trying on"
-            )
+            self._tell(f"kvsieve: serving without a store, and trying on: {error}")
+        self._started = True
 
     def close(self) -> None:
         if self._client is not None:
@@ -90,7 +90,7 @@ class Session:
                 attachment.pool_id.hex()[:12],
                 attachment.slot_bytes / 2**20,
             )
-        elif state == ClientState.REFUSED:
+        elif state == ClientState.REFUSED and self._started:  # before that, the start fails with the reason
             self._tell(f"kvsieve: the store refuses this engine, serving without: {client.error}")
         elif state == ClientState.DRAINING:
             self._tell("kvsieve: the store is draining; nothing is matched or saved until there is another")

@@ -68,7 +68,14 @@ def run_engine(model: Path, endpoint: str | None = None, **args: Any) -> Iterato
     }
     if endpoint is not None:
         settings["kv_transfer_config"] = KVTransferConfig(**transfer_config(endpoint, **own))
-    llm = LLM(model=str(model), **(settings | args))
+    try:
+        llm = LLM(model=str(model), **(settings | args))
+    except BaseException:
+        # A start that failed half-way leaves its worker's connector behind, in this process.
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+        ensure_kv_transfer_shutdown()
+        raise
     try:
         yield llm
     finally:

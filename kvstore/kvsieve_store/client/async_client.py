@@ -230,7 +230,8 @@ class AsyncStoreClient:
             return
         is_news = state is not self.state
         if is_news or (error and not self.error):
-            calm = error is None or state is ClientState.CLOSED
+            # Who gets on_change tells people in its own words.
+            calm = error is None or state is ClientState.CLOSED or self._on_change is not None
             reason = f" ({error})" if error else ""
             log.log(
                 logging.INFO if calm else logging.WARNING, "store at %s: %s%s", self.endpoint, state, reason

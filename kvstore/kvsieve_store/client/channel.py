@@ -25,11 +25,24 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 def call_error(
     error: grpc.RpcError, call: str, endpoint: str, precondition: type[KVSieveError] = SlotNotHeldError
 ) -> KVSieveError:
-    """from_rpc_error, with the endpoint in the message of an UnavailableError."""
+    """from_rpc_error, with the endpoint in the message of an UnavailableError, in plain words."""
     code = error.code()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return UnavailableError(f"{call}: no answer from the store at {endpoint} in time")
     mapped = from_rpc_error(error, precondition)
     if isinstance(mapped, UnavailableError):
-        return UnavailableError(f"store at {endpoint}: {mapped}")
+        return UnavailableError(f"store at {endpoint}: {_plain(str(mapped))}")
     return mapped
+
+
+def _plain(details: str) -> str:
+    """gRPC's words for a connection that was not to be had, in plainer ones; other details as they are."""
+    if not details.startswith("failed to connect to all addresses"):
+        return details
+    if "No such file or directory" in details:
+        return "there is no such socket; is the store started (kvsieve serve)?"
+    if "Connection refused" in details:
+        return "nobody listens there; is the store started (kvsieve serve)?"
+    if "Permission denied" in details:
+        return "permission denied; engines run as the user who runs the store"
+    return details.partition("last error: ")[2] or details

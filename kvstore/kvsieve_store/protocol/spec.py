@@ -72,12 +72,17 @@ class PoolSpec:
         return hashlib.sha256(self.canonical()).digest()
 
     def differences(self, other: PoolSpec) -> list[str]:
-        """One line per field that differs: "field: mine (this engine) != other (the pool)"."""
+        """One text per field that differs: "field: mine (this engine) != other (the pool)".
+
+        Planes, whose sizes follow from other fields, are told only where nothing else differs.
+        """
+        if self == other:
+            return []
         return [
             f"{f.name}: {mine!r} (this engine) != {theirs!r} (the pool)"
             for f in fields(self)
-            if (mine := getattr(self, f.name)) != (theirs := getattr(other, f.name))
-        ]
+            if f.name != "planes" and (mine := getattr(self, f.name)) != (theirs := getattr(other, f.name))
+        ] or [f"planes: {_sizes(self.planes)} (this engine) != {_sizes(other.planes)} (the pool)"]
 
     def to_proto(self) -> pb.PoolSpec:
         planes = [pb.Plane(name=p.name, layer_bytes=p.layer_bytes, shards=p.shards) for p in self.planes]
@@ -99,6 +104,14 @@ class PoolSpec:
             tp_size=message.tp_size,
             planes=tuple(Plane(p.name, tuple(p.layer_bytes), p.shards) for p in message.planes),
         )
+
+
+def _sizes(planes: tuple[Plane, ...]) -> str:
+    """Planes in short."""
+    return ", ".join(
+        f"{p.name} with {len(p.layer_bytes)} layers, {sum(p.layer_bytes)} bytes, {p.shards} shards"
+        for p in planes
+    )
 
 
 def _check_text(field: str, value: str, low: int, high: int) -> None:
