@@ -17,8 +17,12 @@ from kvsieve_store.addresses import TcpAddress, UnixAddress, default_socket, par
 from kvsieve_store.errors import SettingsError
 from kvsieve_store.protocol.layout import SLOT_ALIGN
 from kvsieve_store.protocol.limits import MAX_SESSIONS
+from kvsieve_store.sizes import exact_size
 
 ENV_PREFIX = "KVSIEVE_"
+
+A_SIZE = "a size is expected, like 8GiB or 512MiB"
+NAME_SIZE = "NAME=SIZE is expected, like Qwen3-0.6B=8GiB"
 
 _OTHER_VARIABLES = re.compile(
     # Read by the CLI itself.
@@ -44,14 +48,17 @@ def _listen(value: object) -> object:
 def _quotas(value: object) -> object:
     """A mapping, or NAME=SIZE pairs: a list of them, or one text with commas (or JSON) between."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
-        return json.loads(value)
+        try:
+            return json.loads(value)
+        except ValueError:
+            raise ValueError(f"{value}: NAME=SIZE expected") from None
     if isinstance(value, str):
         value = [part for part in value.split(",") if part.strip()]
     if isinstance(value, list | tuple):
         pairs = [str(item).rpartition("=") for item in value]
         for item, (name, _, size) in zip(value, pairs, strict=True):
             if not name.strip() or not size.strip():
-                raise ValueError(f"{item!r}: expected NAME=SIZE")
+                raise ValueError(f"{item}: NAME=SIZE expected")
         return {name.strip(): size.strip() for name, _, size in pairs}
     return value
 
@@ -118,17 +125,18 @@ class StoreSettings(BaseModel):
     def _check(self) -> StoreSettings:
         if self.extent_size == 0 or self.extent_size % SLOT_ALIGN:
             raise ValueError(
-                f"extent_size: {self.extent_size} bytes given, a multiple of {SLOT_ALIGN} required"
+                f"extent_size: {exact_size(self.extent_size)} given, "
+                f"a multiple of {exact_size(SLOT_ALIGN)} required"
             )
         if self.segment_size == 0 or self.segment_size % self.extent_size:
             raise ValueError(
-                f"segment_size: {self.segment_size} bytes given, "
-                f"a multiple of extent_size ({self.extent_size} bytes) required"
+                f"segment_size: {exact_size(self.segment_size)} given, "
+                f"a multiple of extent_size ({exact_size(self.extent_size)}) required"
             )
         if self.pool_size < self.extent_size:
             raise ValueError(
-                f"pool_size: {self.pool_size} bytes given, "
-                f"at least one extent ({self.extent_size} bytes) required"
+                f"pool_size: {exact_size(self.pool_size)} given, "
+                f"at least one extent ({exact_size(self.extent_size)}) required"
             )
         for name, quota in [
             ("pool_quota", self.pool_quota),
@@ -136,7 +144,8 @@ class StoreSettings(BaseModel):
         ]:
             if 0 < quota < self.extent_size or (quota == 0 and name != "pool_quota"):
                 raise ValueError(
-                    f"{name}: {quota} bytes given, at least one extent ({self.extent_size} bytes) required"
+                    f"{name}: {exact_size(quota)} given, "
+                    f"at least one extent ({exact_size(self.extent_size)}) required"
                 )
         if self.free_low > self.free_high:
             raise ValueError(f"free_low: {self.free_low} given, at most free_high ({self.free_high}) allowed")
@@ -144,7 +153,7 @@ class StoreSettings(BaseModel):
             if isinstance(address, TcpAddress) and not address.is_loopback and not self.allow_insecure_tcp:
                 raise ValueError(
                     f"listen: {address} is not a loopback address, and TCP here is neither encrypted nor "
-                    "authenticated; set allow_insecure_tcp to listen there all the same"
+                    "authenticated; to listen there all the same give --allow-insecure-tcp"
                 )
         if self.http and not isinstance(_parse("http", self.http), TcpAddress):
             raise ValueError(f"http: {self.http!r} given, host:port required")
@@ -167,10 +176,17 @@ class StoreSettings(BaseModel):
         return self.pool_size // self.extent_size
 
 
-def load(flags: Mapping[str, Any], config_file: Path | None, environ: Mapping[str, str]) -> StoreSettings:
+def load(
+    flags: Mapping[str, Any],
+    config_file: Path | None,
+    environ: Mapping[str, str],
+    *,
+    default_listen: str | None = None,
+) -> StoreSettings:
     """Settings from all sources. Raises SettingsError, which names each bad key and where it was given.
 
     flags: setting name -> value; None means that the flag was not given.
+    default_listen: takes the place of the default socket.
     """
     values: dict[str, Any] = {}
     given_as: dict[str, str] = {}
@@ -178,7 +194,7 @@ def load(flags: Mapping[str, Any], config_file: Path | None, environ: Mapping[st
         for name, (label, value) in source.items():
             values[name], given_as[name] = value, label
     if "listen" not in values:
-        values["listen"] = (f"unix://{default_socket(environ)}",)
+        values["listen"] = (default_listen or f"unix://{default_socket(environ)}",)
     try:
         return StoreSettings.model_validate(values)
     except ValidationError as error:
@@ -239,11 +255,41 @@ def _check_known(name: str, label: str, style: str) -> None:
     raise SettingsError(f"{label}: no such setting; the nearest is {style}{near}")
 
 
+_PLAIN = (
+    (r"(Could not parse value and unit|could not interpret byte unit).*", A_SIZE),
+    (r"Input should be a valid integer.*", "a whole number is expected"),
+    (r"Input should be a valid number.*", "a number is expected"),
+    (r"Input should be a valid boolean.*", "yes or no is expected"),
+    (r"Input should be a valid (tuple|list).*", "a list is expected"),
+    (r"Input should be a valid dictionary.*", NAME_SIZE),
+    (r"Input should be a valid string.*", "text is expected"),
+    (r"[Ii]nput is not a valid path.*", "a path is expected"),
+    (r"Tuple should have at least 1 item.*", "at least one is required"),
+    (r"Input should be greater than or equal to (.*)", r"at least \1 required"),
+    (r"Input should be less than or equal to (.*)", r"at most \1 allowed"),
+    (r"Input should be ('.*)", r"\1 expected"),
+)
+"""What pydantic and typer say, and what is said instead."""
+
+
+def plain(message: str) -> str:
+    """A complaint about a value in plain words."""
+    message = message.removeprefix("Value error, ")
+    for pattern, words in _PLAIN:
+        message = re.sub(f"(?i:^{pattern}$)", words, message)
+    return message
+
+
 def _explain(error: ErrorDetails, given_as: Mapping[str, str]) -> str:
-    message = error["msg"].removeprefix("Value error, ")
+    message = plain(error["msg"])
     if not error["loc"]:
         field, _, rest = message.partition(":")
         return f"{given_as.get(field, field)}:{rest}"
     name, *inner = (str(part) for part in error["loc"])
     label = given_as.get(name, name) + "".join(f"[{part}]" for part in inner)
-    return f"{label}: {error['input']!r} given: {message[0].lower()}{message[1:]}"
+    given, wrong = error["input"], re.fullmatch(r"(?s)(.*): NAME=SIZE expected", message)
+    if wrong:
+        given, message = wrong[1], NAME_SIZE
+    if message[1:2].islower():
+        message = message[0].lower() + message[1:]
+    return f"{label}: {given!r} given: {message}"

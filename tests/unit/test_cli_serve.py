@@ -31,6 +31,15 @@ def test_every_setting_has_a_flag(run: Run) -> None:
         assert f"--{name.replace('_', '-')}" in shown, name
 
 
+def test_help_is_readable_on_a_narrow_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run("serve", "--help").out
+    assert max(map(len, shown.splitlines())) <= 80
+    for name, field in StoreSettings.model_fields.items():
+        assert f"--{name.replace('_', '-')} " in shown.replace("/", " "), name
+        assert str(field.description)[:30] in re.sub(r"\s+", " ", shown), name
+
+
 def test_flags_become_settings(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Stops short of a store: what it would be started with."""
     started: list[StoreSettings] = []
@@ -112,6 +121,7 @@ def test_a_second_store_on_the_socket_fails(start_store: Start, run: Run) -> Non
 
 def test_version(run: Run) -> None:
     assert run("version").out == f"{__version__}\n"
+    assert run("--version").out == f"{__version__}\n"
 
 
 def test_a_command_that_cannot_be_loaded_takes_no_other_with_it(

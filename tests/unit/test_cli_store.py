@@ -68,13 +68,13 @@ def test_blocks_by_name_and_by_id(client: StoreClient, run: Run) -> None:
     listed = run("blocks", "tests", "--format", "json").json
     assert {block["key"] for block in listed} == {key.hex() for key in KEYS}
     assert run("blocks", SPEC.pool_id().hex()[:8], "--format", "json").json == listed
-    assert KEYS[0].hex() in run("blocks", "tests").out
+    assert KEYS[0].hex()[:16] in run("blocks", "tests").out
 
 
 def test_blocks_are_listed_up_to_the_limit(
     client: StoreClient, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvsieve_store.cli.listings._PAGE", 2)
+    monkeypatch.setattr("kvsieve_store.cli.keys.PAGE", 2)
     assert len(run("blocks", "tests", "--limit", "3", "--format", "json").json) == 3
     assert len(run("blocks", "tests", "--limit", "0", "--format", "json").json) == 5
 
@@ -96,6 +96,29 @@ def test_a_pinned_block_is_not_evicted_until_unpinned(client: StoreClient, run: 
     assert (outcome.code, outcome.json["evicted"]) == (1, 0)
     assert run("unpin", "tests", "--all", "--format", "json").json["unpinned"] == 1
     assert run("evict", "tests", "--key", KEYS[0].hex(), "--format", "json").json["evicted"] == 5
+
+
+def test_a_key_may_be_given_by_its_first_digits(client: StoreClient, run: Run) -> None:
+    pinned = run("pin", "tests", "--key", KEYS[1].hex()[:9].upper(), "--key", KEYS[4].hex())
+    assert pinned.code == 0
+    (listed,) = (b for b in run("blocks", "tests", "--format", "json").json if b["key"] == KEYS[1].hex())
+    assert listed["pinned"]
+    assert run("unpin", "tests", "--key", KEYS[1].hex()[:16]).code == 0
+
+
+def test_first_digits_must_fit_one_block(client: StoreClient, run: Run) -> None:
+    none = run("evict", "tests", "--key", "00000000")
+    assert (none.code, none.err.count("\n")) == (1, 1)
+    assert "no sealed block of tests" in none.err
+    write_chain(client, [bytes(31) + b"\1", bytes(31) + b"\2"])
+    two = run("evict", "tests", "--key", "00000000")
+    assert (two.code, two.out) == (1, "")
+    assert "2 blocks" in two.err
+    assert len(run("blocks", "tests", "--format", "json").json) == 7
+
+
+def test_an_unknown_pool_says_where_to_look(client: StoreClient, run: Run) -> None:
+    assert "kvsieve pools" in run("blocks", "nope").err
 
 
 def test_clear_wants_to_be_meant(client: StoreClient, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +177,21 @@ def test_wrong_usage(run: Run, monkeypatch: pytest.MonkeyPatch, command: list[st
     assert outcome.err
 
 
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["status", "--format", "xml"], "'xml' is not one of 'table', 'json'"),
+        (["evict", "tests", "--count", "x"], "a whole number is expected"),
+        (["evict"], "POOL"),
+    ],
+)
+def test_wrong_usage_is_told_in_plain_words(run: Run, command: list[str], says: str) -> None:
+    outcome = run(*command)
+    assert says in outcome.err
+    assert "Value error" not in outcome.err
+    assert "{pool}" not in outcome.err
+
+
 @pytest.mark.parametrize("command", [["status"], ["pools"], ["sessions"], ["blocks", "p"], ["drain"]])
 def test_no_store_is_one_line(run: Run, tmp_path: Any, command: list[str]) -> None:
     outcome = run(*command, "--endpoint", f"unix://{tmp_path}/s.sock")
@@ -180,6 +218,10 @@ def test_the_endpoint_before_the_command_and_after_it(
 def test_drain(client: StoreClient, run: Run) -> None:
     outcome = run("drain", "--timeout", "5", "--format", "json")
     assert (outcome.code, outcome.json) == (0, {"leases_left": 0})
+
+
+def test_drain_says_that_the_store_has_ended(client: StoreClient, run: Run) -> None:
+    assert "has ended" in run("drain", "--timeout", "5").out
 
 
 def test_drain_fails_when_leases_are_left(client: StoreClient, run: Run) -> None:

@@ -116,13 +116,13 @@ def test_every_bad_value_is_named_with_its_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"segment_size": "1MiB"}, "--segment-size: 1048576 bytes given, a multiple of extent_size"),
-        ({"extent_size": "5000"}, "--extent-size: 5000 bytes given, a multiple of 4096"),
-        ({"extent_size": "0"}, "--extent-size: 0 bytes given"),
-        ({"pool_size": "1MiB"}, "--pool-size: 1048576 bytes given, at least one extent"),
-        ({"pool_quota": "1MiB"}, "--pool-quota: 1048576 bytes given, at least one extent"),
-        ({"quotas": ["a=1MiB"]}, "quotas[a]: 1048576 bytes given, at least one extent"),
-        ({"quotas": ["a"]}, "--quotas: ['a'] given: 'a': expected NAME=SIZE"),
+        ({"segment_size": "1MiB"}, "--segment-size: 1 MiB given, a multiple of extent_size (64 MiB)"),
+        ({"extent_size": "5000"}, "--extent-size: 4.9 KiB (5000 bytes) given, a multiple of 4 KiB"),
+        ({"extent_size": "0"}, "--extent-size: 0 B given"),
+        ({"pool_size": "1MiB"}, "--pool-size: 1 MiB given, at least one extent (64 MiB)"),
+        ({"pool_quota": "1MiB"}, "--pool-quota: 1 MiB given, at least one extent"),
+        ({"quotas": ["a=1MiB"]}, "quotas[a]: 1 MiB given, at least one extent"),
+        ({"quotas": ["a"]}, "--quotas: 'a' given: NAME=SIZE is expected"),
         ({"free_low": 0.5}, "--free-low: 0.5 given, at most free_high (0.05)"),
         ({"listen": ["0.0.0.0:7000"]}, "--listen: tcp://0.0.0.0:7000 is not a loopback address"),
         ({"listen": ["unix:relative"]}, "--listen: 'unix:relative': a unix socket needs an absolute path"),
@@ -135,6 +135,33 @@ def test_every_bad_value_is_named_with_its_source(tmp_path: Path) -> None:
 )
 def test_what_does_not_fit_together_is_refused(flags: dict[str, Any], message: str) -> None:
     assert refusal(flags).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"pool_size": "banana"}, "--pool-size: 'banana' given: a size is expected, like 8GiB or 512MiB"),
+        ({"pool_size": "8 apples"}, "--pool-size: '8 apples' given: a size is expected, like 8GiB or 512MiB"),
+        ({"quotas": ["a=x"]}, "--quotas[a]: 'x' given: a size is expected, like 8GiB or 512MiB"),
+        ({"quotas": "{a"}, "--quotas: '{a' given: NAME=SIZE is expected, like Qwen3-0.6B=8GiB"),
+        ({"quotas": 5}, "--quotas: 5 given: NAME=SIZE is expected, like Qwen3-0.6B=8GiB"),
+        ({"numa_node": "y"}, "--numa-node: 'y' given: a whole number is expected"),
+        ({"numa_node": "-1"}, "--numa-node: '-1' given: at least 0 required"),
+        ({"free_low": "x"}, "--free-low: 'x' given: a number is expected"),
+        ({"max_sessions": "5000"}, "--max-sessions: '5000' given: at most 1024 allowed"),
+        ({"prefault": "maybe"}, "--prefault: 'maybe' given: yes or no is expected"),
+        ({"log_level": "x"}, "--log-level: 'x' given: 'debug', 'info', 'warning' or 'error' expected"),
+        ({"listen": []}, "--listen: [] given: at least one is required"),
+        ({"listen": 7}, "--listen: 7 given: a list is expected"),
+        ({"shm_dir": [1]}, "--shm-dir: [1] given: a path is expected"),
+    ],
+)
+def test_bad_values_are_told_in_plain_words(flags: dict[str, Any], message: str) -> None:
+    assert refusal(flags) == message
+
+
+def test_the_way_out_of_loopback_is_named() -> None:
+    assert "--allow-insecure-tcp" in refusal({"listen": ["0.0.0.0:7000"]})
 
 
 def test_tcp_beyond_loopback_must_be_asked_for() -> None:

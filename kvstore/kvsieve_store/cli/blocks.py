@@ -8,19 +8,8 @@ from typing import Annotated
 import typer
 
 from kvsieve_store.cli.endpoint import EndpointOption, admin
+from kvsieve_store.cli.keys import KeyOption, PoolArgument, check_keys, find_keys
 from kvsieve_store.cli.output import Format, FormatOption, print_error, print_record
-from kvsieve_store.protocol.limits import KEY_BYTES
-
-PoolArgument = Annotated[str, typer.Argument(help="Name of the pool, or 8 or more hex digits of its id.")]
-KeyOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--key",
-        metavar="HEX",
-        help=f"Key of a block, {2 * KEY_BYTES} hex digits, as `kvsieve blocks` lists it. May be repeated.",
-        show_default=False,
-    ),
-]
 
 
 def evict(
@@ -39,8 +28,9 @@ def evict(
     """
     if bool(key) == (count is not None):
         raise typer.BadParameter("give --key, or --count, and not both", param_hint="--key / --count")
+    digits = check_keys(key)
     with admin(context, endpoint) as client:
-        answer = client.evict(pool, keys=parse_keys(key), count=count or 0)
+        answer = client.evict(pool, keys=find_keys(client, pool, digits), count=count or 0)
     lines = [
         ("evicted", str(answer.evicted)),
         ("skipped", f"{answer.skipped} (leased or pinned)"),
@@ -64,8 +54,9 @@ def pin(
     """
     if not key:
         raise typer.BadParameter("give at least one", param_hint="--key")
+    digits = check_keys(key)
     with admin(context, endpoint) as client:
-        answer = client.pin(pool, parse_keys(key))
+        answer = client.pin(pool, find_keys(client, pool, digits))
     print_record(form, answer, [("pinned", str(answer.pinned)), ("unknown", str(answer.unknown))])
     if answer.unknown:
         raise typer.Exit(1)
@@ -82,8 +73,9 @@ def unpin(
     """Let pinned blocks be evicted again. Fails when a block was not there."""
     if bool(key) == every:
         raise typer.BadParameter("give --key, or --all, and not both", param_hint="--key / --all")
+    digits = check_keys(key)
     with admin(context, endpoint) as client:
-        answer = client.unpin(pool, parse_keys(key))
+        answer = client.unpin(pool, find_keys(client, pool, digits))
     print_record(form, answer, [("unpinned", str(answer.unpinned)), ("unknown", str(answer.unknown))])
     if answer.unknown:
         raise typer.Exit(1)
@@ -92,7 +84,12 @@ def unpin(
 def clear(
     context: typer.Context,
     pool: Annotated[
-        str, typer.Argument(help="Name of the pool, or 8 or more hex digits of its id. Default: all pools.")
+        str,
+        typer.Argument(
+            metavar="POOL",
+            help="Name of the pool, or 8 or more hex digits of its id. Default: all pools.",
+            show_default=False,
+        ),
     ] = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     endpoint: EndpointOption = None,
@@ -108,19 +105,3 @@ def clear(
     with admin(context, endpoint) as client:
         answer = client.clear(pool)
     print_record(form, answer, [("dropped", str(answer.dropped)), ("skipped", f"{answer.skipped} (leased)")])
-
-
-def parse_keys(given: list[str] | None) -> list[bytes]:
-    """Keys from hex digits. A wrong one is wrong usage."""
-    keys = []
-    for text in given or []:
-        try:
-            key = bytes.fromhex(text)
-        except ValueError:
-            raise typer.BadParameter(f"{text!r} has other than hex digits", param_hint="--key") from None
-        if len(key) != KEY_BYTES:
-            raise typer.BadParameter(
-                f"{text!r} has {len(text)} digits, {2 * KEY_BYTES} required", param_hint="--key"
-            )
-        keys.append(key)
-    return keys

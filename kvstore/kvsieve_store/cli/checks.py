@@ -16,10 +16,10 @@ from pathlib import Path
 
 from kvsieve_store.addresses import UnixAddress, parse_address
 from kvsieve_store.arena.capacity import check_hugetlbfs, check_tmpfs, huge_page_bytes
-from kvsieve_store.cli.output import size
 from kvsieve_store.client.admin import AdminClient
 from kvsieve_store.errors import CapacityError, KVSieveError
 from kvsieve_store.settings import StoreSettings
+from kvsieve_store.sizes import size
 
 VLLM_MIN, VLLM_BELOW = (0, 32), (0, 34)
 """Supported versions of vLLM: from the first, below the second."""

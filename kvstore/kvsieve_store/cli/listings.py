@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from itertools import islice
 from typing import Annotated
 
 import typer
 
-from kvsieve.v1 import admin_pb2 as pb
 from kvsieve_store.cli.endpoint import EndpointOption, admin
+from kvsieve_store.cli.keys import PAGE, PoolArgument, every_block
 from kvsieve_store.cli.output import (
     Column,
     Format,
@@ -15,14 +17,27 @@ from kvsieve_store.cli.output import (
     duration,
     print_record,
     print_rows,
-    size,
 )
+from kvsieve_store.sizes import size
 
-_PAGE = 1000
-"""Blocks asked for at a time; the protocol's largest page."""
+KEY_DIGITS = 16
+"""Hex digits of a key that the table shows; JSON has all."""
+
+_UUID = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", re.I)
+
+
+def short_name(name: str) -> str:
+    """A pool's name for a table: of a path only the last part. JSON has all of it."""
+    return ".../" + name.rstrip("/").rpartition("/")[2] if name.startswith(("/", "./", "../", "~")) else name
+
+
+def short_engine(name: str) -> str:
+    """An engine's id for a table: of a UUID only the first eight digits. JSON has all of it."""
+    return _UUID.sub(r"\1", name)
+
 
 _POOL_COLUMNS = (
-    Column("NAME", lambda p: p.name),
+    Column("NAME", lambda p: short_name(p.name)),
     Column("POOL ID", lambda p: p.pool_id[:12]),
     Column("DTYPE", lambda p: p.dtype),
     Column("TOKENS", lambda p: str(p.block_tokens), right=True),
@@ -41,10 +56,10 @@ _POOL_COLUMNS = (
 
 _SESSION_COLUMNS = (
     Column("SESSION", lambda s: s.session),
-    Column("ENGINE", lambda s: s.engine_id),
+    Column("ENGINE", lambda s: short_engine(s.engine_id)),
     Column("CLIENT", lambda s: s.client),
     Column("PID", lambda s: str(s.pid), right=True),
-    Column("POOL", lambda s: s.pool),
+    Column("POOL", lambda s: short_name(s.pool)),
     Column("AGE", lambda s: duration(s.age_seconds), right=True),
     Column("IDLE", lambda s: duration(s.idle_seconds), right=True),
     Column("HELD", lambda s: str(s.held_slots), right=True),
@@ -53,7 +68,7 @@ _SESSION_COLUMNS = (
 )
 
 _BLOCK_COLUMNS = (
-    Column("KEY", lambda b: b.key.hex()),
+    Column("KEY", lambda b: b.key.hex()[:KEY_DIGITS]),
     Column("PARENT", lambda b: b.parent.hex()[:12] or "-"),
     Column("SLOT", lambda b: str(b.slot), right=True),
     Column("GEN", lambda b: str(b.generation), right=True),
@@ -107,20 +122,12 @@ def sessions(
 
 def blocks(
     context: typer.Context,
-    pool: Annotated[str, typer.Argument(help="Name of the pool, or 8 or more hex digits of its id.")],
+    pool: PoolArgument,
     limit: Annotated[int, typer.Option(min=0, metavar="N", help="Most blocks to list; 0: all.")] = 100,
     endpoint: EndpointOption = None,
     form: FormatOption = Format.TABLE,
 ) -> None:
     """List sealed blocks of a pool, in no particular order."""
-    rows: list[pb.BlockInfo] = []
-    token = ""
     with admin(context, endpoint) as client:
-        while True:
-            left = limit - len(rows) if limit else _PAGE
-            page = client.list_blocks(pool, page_size=min(left, _PAGE), page_token=token)
-            rows += page.blocks
-            token = page.next_page_token
-            if not token or (limit and len(rows) >= limit):
-                break
+        rows = list(islice(every_block(client, pool, limit or PAGE), limit or None))
     print_rows(form, rows, _BLOCK_COLUMNS, none=f"No sealed blocks in {pool}.")

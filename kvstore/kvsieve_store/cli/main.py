@@ -6,14 +6,17 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvsieve_store import __version__
 from kvsieve_store.cli import blocks, doctor, listings, serve, stopping
 from kvsieve_store.cli.endpoint import EndpointOption, resolve
 from kvsieve_store.cli.output import print_error, stdout
-from kvsieve_store.errors import InvalidRequestError, KVSieveError, SettingsError
+from kvsieve_store.errors import InvalidRequestError, KVSieveError, NotFoundError, SettingsError
+from kvsieve_store.settings import plain
 
 COMMANDS = "kvsieve.commands"
 """Entry point group through which other packages add commands."""
@@ -29,13 +32,21 @@ def build() -> typer.Typer:
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
+        cls=_Group,
     )
 
     @app.callback()
-    def common(context: typer.Context, endpoint: EndpointOption = None) -> None:
+    def common(
+        context: typer.Context,
+        endpoint: EndpointOption = None,
+        show_version: Annotated[
+            bool,
+            typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+        ] = False,
+    ) -> None:
         context.obj = endpoint
 
-    app.command("serve")(serve.command())
+    app.command("serve", cls=serve.PlainHelp)(serve.command())
     app.command()(listings.status)
     app.command()(listings.pools)
     app.command()(listings.sessions)
@@ -51,6 +62,23 @@ def build() -> typer.Typer:
     for entry in sorted(importlib.metadata.entry_points(group=COMMANDS), key=lambda entry: entry.name):
         app.command(entry.name)(_load(entry))
     return app
+
+
+class _Group(TyperGroup):
+    """Says in plain words what is wrong with an argument."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = plain(error.message)
+            raise
+
+
+def _print_version(given: bool) -> None:
+    if given:
+        version()
+        raise typer.Exit
 
 
 def _load(entry: importlib.metadata.EntryPoint) -> Callable[..., None]:
@@ -94,7 +122,10 @@ def main() -> None:
         print_error(str(error))
         sys.exit(USAGE)
     except KVSieveError as error:
-        print_error(str(error))
+        message = str(error)
+        if isinstance(error, NotFoundError) and message.startswith("pool: no pool"):
+            message += "; `kvsieve pools` lists them"
+        print_error(message)
         sys.exit(FAILED)
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 
 import typer
 from google.protobuf.message import Message
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
+
+_GAP = "  "
+"""Between the columns of a listing."""
 
 _PIPE_WIDTH = 200
 """Columns of a table that goes to a pipe or file, where there is no window to fit."""
@@ -48,21 +51,50 @@ def print_error(message: str) -> None:
     stderr().print(Text(f"kvsieve: {message}", style="red"))
 
 
-def print_rows(form: Format, rows: Sequence[Message], columns: Iterable[Column], none: str) -> None:
-    """A listing; `none` is what the table says when there is nothing to list."""
+def print_rows(form: Format, rows: Sequence[Message], columns: Sequence[Column], none: str) -> None:
+    """A listing; `none` is what is said when there is nothing to list."""
     if form is Format.JSON:
         print_json([record(row) for row in rows])
         return
     if not rows:
         stdout().print(none)
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    columns = list(columns)
-    for column in columns:
-        table.add_column(column.title, justify="right" if column.right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(column.value(row)) for column in columns))
-    stdout().print(table)
+    console = stdout()
+    for line in layout(rows, columns, console.width if sys.stdout.isatty() else None):
+        console.print(line, soft_wrap=True)
+
+
+def layout(rows: Sequence[Any], columns: Sequence[Column], width: int | None) -> list[Text]:
+    """Lines of a table or, where that is wider than `width`, of one block a row. No cell is ever broken.
+
+    width: columns of the terminal; None when there is none, as in a pipe.
+    """
+    cells = [[column.value(row) for column in columns] for row in rows]
+    widths = [
+        max(cell_len(text) for text in (column.title, *texts))
+        for column, texts in zip(columns, zip(*cells, strict=True), strict=True)
+    ]
+    if width is not None and sum(widths) + len(_GAP) * (len(widths) - 1) > width:
+        return _blocks(cells, [column.title.lower() for column in columns])
+    titles = Text(_line([column.title for column in columns], columns, widths), style="bold")
+    return [titles, *(Text(_line(row, columns, widths)) for row in cells)]
+
+
+def _line(texts: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> str:
+    padded = []
+    for text, column, width in zip(texts, columns, widths, strict=True):
+        blanks = " " * (width - cell_len(text))
+        padded.append(blanks + text if column.right else text + blanks)
+    return _GAP.join(padded).rstrip()
+
+
+def _blocks(cells: Sequence[Sequence[str]], titles: Sequence[str]) -> list[Text]:
+    lines = []
+    for number, row in enumerate(cells):
+        lines += [Text()] if number else []
+        for title, text in zip(titles, row, strict=True):
+            lines.append(Text(f"{title}: ", style="bold").append(text, style="not bold"))
+    return lines
 
 
 def print_record(form: Format, row: Message, lines: Sequence[tuple[str, str]]) -> None:
@@ -91,15 +123,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.hex()
     return value if isinstance(value, str | bool | int | float) else [_plain(item) for item in value]
-
-
-def size(count: int) -> str:
-    """Bytes as people read them: 512 B, 1.5 GiB, 8 GiB."""
-    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.1f}".removesuffix(".0") + f" {units[0]}"
 
 
 def duration(seconds: float) -> str:

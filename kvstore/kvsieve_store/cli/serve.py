@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
 
-from kvsieve_store.cli.output import size
 from kvsieve_store.settings import ENV_PREFIX, StoreSettings, load
+from kvsieve_store.sizes import size
 
 ConfigOption = Annotated[
     Path | None,
@@ -25,6 +26,13 @@ ConfigOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+class PlainHelp(TyperCommand):
+    """Help without panels: the columns of panels leave no room for text beside long flags."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs | {"rich_markup_mode": None})
 
 
 def command() -> Callable[..., None]:

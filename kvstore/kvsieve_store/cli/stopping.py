@@ -24,6 +24,7 @@ def drain(
     """
     with admin(context, endpoint) as client:
         answer = client.drain(timeout_ms=max(round(timeout * 1000), 1))
-    print_record(form, answer, [("leases left", str(answer.leases_left))])
+    lines = [("leases left", str(answer.leases_left)), ("store", "has ended; engines go on without it")]
+    print_record(form, answer, lines)
     if answer.leases_left:
         raise typer.Exit(1)

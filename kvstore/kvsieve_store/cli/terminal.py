@@ -12,8 +12,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from kvsieve_store import __version__
-from kvsieve_store.cli.output import size, stderr
+from kvsieve_store.cli.output import stderr
 from kvsieve_store.server import Store
+from kvsieve_store.sizes import size
 
 _log = logging.getLogger(__name__)
 
