@@ -44,10 +44,38 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 
 
 def test_the_mount_is_too_small(host: Host) -> None:
-    with pytest.raises(
-        CapacityError, match=r"(?s)201.00 GiB\) needed, .*200.00 GiB\) free on .*remount,size="
-    ):
+    with pytest.raises(CapacityError, match=r"(?s)201 GiB needed, 200 GiB free on .*remount,size="):
         host.check(201 * GIB)
+
+
+def test_sizes_that_read_the_same_are_told_apart(host: Host) -> None:
+    with pytest.raises(
+        CapacityError, match=rf"200 GiB \({200 * GIB + 1} bytes\) needed, 200 GiB \({200 * GIB} bytes\) free"
+    ):
+        host.check(200 * GIB + 1)
+
+
+MOUNTS = (
+    "1 0 0:1 / / rw - ext4 /dev/sda rw\n"
+    "2 1 0:2 / {root}/shm rw,nosuid shared:5 - tmpfs tmpfs rw\n"
+    "3 1 0:3 / {root}/two\\040words rw - hugetlbfs none rw\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [("shm", "tmpfs"), ("shm/deeper", "tmpfs"), ("shmall", "ext4"), ("two words", "hugetlbfs")],
+)
+def test_the_file_system_of_a_directory(host: Host, tmp_path: Path, folder: str, kind: str) -> None:
+    host.write(host.proc / "self/mountinfo", MOUNTS.format(root=tmp_path.resolve()))
+    assert capacity.file_system(tmp_path / folder, proc=host.proc) == kind
+    complaint = capacity.not_in_memory(tmp_path / folder, proc=host.proc)
+    assert ("arena on ext4" in complaint) == (kind == "ext4")
+    assert bool(complaint) == (kind == "ext4")
+
+
+def test_a_file_system_that_is_not_known_is_no_complaint(host: Host, tmp_path: Path) -> None:
+    assert capacity.not_in_memory(tmp_path, proc=host.proc) == ""
 
 
 def test_the_host_has_too_little_memory(host: Host) -> None:
@@ -61,9 +89,7 @@ def test_a_limit_of_any_parent_cgroup_counts(host: Host) -> None:
     host.limit("fs/cgroup/pods/one", "max", 4 * GIB)
     host.limit("fs/cgroup/pods", 10 * GIB, 4 * GIB, inactive_file=1 * GIB)
     host.check(7 * GIB)
-    with pytest.raises(
-        CapacityError, match=r"7.00 GiB\) left of the memory limit of cgroup .*/pods; raise it"
-    ):
+    with pytest.raises(CapacityError, match=r"7 GiB left of the memory limit of cgroup .*/pods; raise it"):
         host.check(8 * GIB)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvsieve_store.errors import CapacityError
+from kvsieve_store.sizes import size
 
+_IN_MEMORY = ("tmpfs", "hugetlbfs", "ramfs")
 _PROC = Path("/proc")
 _SYS = Path("/sys")
 
@@ -59,6 +62,31 @@ def check_hugetlbfs(directory: Path, needed: int, page_bytes: int, *, sys: Path 
     )
 
 
+def file_system(directory: Path, *, proc: Path = _PROC) -> str:
+    """Type of the file system that a directory is on, as mount(8) has it: tmpfs, ext4. "" when not known."""
+    target, found, kind = directory.resolve(), -1, ""
+    try:
+        lines = (proc / "self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        mount, _, rest = line.partition(" - ")
+        # Blanks in a path are written as octal escapes.
+        path = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), mount.split()[4]))
+        # A later mount on the same path hides the earlier one.
+        if target.is_relative_to(path) and len(path.parts) >= found:
+            found, kind = len(path.parts), rest.split()[0]
+    return kind
+
+
+def not_in_memory(directory: Path, *, proc: Path = _PROC) -> str:
+    """What is wrong with an arena there: that it is on a disk, say. "" when nothing is."""
+    kind = file_system(directory, proc=proc)
+    if kind in ("", *_IN_MEMORY):
+        return ""
+    return f"arena on {kind}: {directory} is not memory, and every write goes to the file system; use a tmpfs"
+
+
 def huge_page_bytes(directory: Path) -> int:
     """Page size of a hugetlbfs mount, bytes. Raises CapacityError when `directory` is not one."""
     block = os.statvfs(directory).f_bsize
@@ -74,13 +102,15 @@ def _check(needed: int, bounds: list[Bound]) -> None:
     for bound in bounds:
         if bound.available < needed:
             raise CapacityError(
-                f"pool_size: {needed} bytes ({_gib(needed)}) needed, "
-                f"{bound.available} bytes ({_gib(bound.available)}) {bound.what}; {bound.remedy}"
+                f"pool_size: {_size(needed, bound.available)} needed, "
+                f"{_size(bound.available, needed)} {bound.what}; {bound.remedy}"
             )
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def _size(count: int, other: int) -> str:
+    """With the bytes, where the other size would read the same without."""
+    text = size(count, decimals=2)
+    return text if text != size(other, decimals=2) else f"{text} ({count} bytes)"
 
 
 def _mem_available(proc: Path) -> int:
