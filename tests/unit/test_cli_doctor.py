@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import resource
+import shutil
 import socket
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from kvsieve_store.arena.directory import ArenaDirectory
 from kvsieve_store.cli import checks
 from kvsieve_store.cli.checks import Level
+from kvsieve_store.errors import SettingsError
 from kvsieve_store.settings import StoreSettings, load
 from tests.conftest import ROOT
 from tests.protocol.client_stores import store_thread
@@ -82,8 +85,53 @@ def test_plugin(allowed: str | None, names: list[str], level: Level) -> None:
     ("limit", "level"),
     [(resource.RLIM_INFINITY, Level.OK), (1 << 30, Level.OK), (8 << 20, Level.WARN), (0, Level.WARN)],
 )
-def test_memlock(limit: int, level: Level) -> None:
-    assert checks.memlock(1 << 30, limit).level is level
+@pytest.mark.parametrize("device", ["nvidiactl", "infiniband"])
+def test_memlock(tmp_path: Path, limit: int, level: Level, device: str) -> None:
+    (tmp_path / device).touch()
+    assert checks.memlock(1 << 30, limit, tmp_path).level is level
+
+
+def test_memlock_is_of_no_interest_without_a_device(tmp_path: Path) -> None:
+    finding = checks.memlock(1 << 30, 8 << 20, tmp_path)
+    assert (finding.level, finding.found, finding.advice) == (Level.OK, "8 MiB", "")
+
+
+def test_arenas_of_dead_stores(tmp_path: Path) -> None:
+    (tmp_path / "kvsieve-other").mkdir()
+    dead, alive = (ArenaDirectory(tmp_path, f"unix:///{name}") for name in ("dead", "alive"))
+    assert checks.arenas(tmp_path).level is Level.OK
+    shutil.copytree(dead.path, copy := tmp_path / "kvsieve-0123456789ab-00000000")
+    (copy / "seg-000").write_bytes(bytes(3 << 20))
+    finding = checks.arenas(tmp_path)
+    assert (finding.level, "3 MiB" in finding.found) == (Level.WARN, True)
+    assert str(copy) in finding.advice
+    assert str(alive.path) not in finding.advice
+    assert copy.exists()
+    for directory in (dead, alive):
+        directory.close()
+
+
+def test_an_arena_on_a_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(checks, "not_in_memory", lambda path: "arena on ext4: slow; use a tmpfs")
+    finding = checks.memory(settings(shm_dir=str(tmp_path), pool_size="64MiB"), running=False)
+    assert (finding.level, finding.found) == (Level.WARN, "arena on ext4: slow")
+
+
+@pytest.mark.parametrize("command", ["status", "doctor"])
+def test_no_default_socket(run: Run, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    def none(environ: object = None) -> Path:
+        raise SettingsError("listen: no default socket; give --listen")
+
+    monkeypatch.delenv("KVSIEVE_ENDPOINT", raising=False)
+    monkeypatch.setattr("kvsieve_store.cli.endpoint.default_socket", none)
+    monkeypatch.setattr("kvsieve_store.settings.default_socket", none)
+    outcome = run(command)
+    assert "--endpoint" in outcome.out + outcome.err
+    assert "--listen unix" not in outcome.out + outcome.err
+    if command == "doctor":
+        findings = {f["check"]: f["level"] for f in run("doctor", "--format", "json").json}
+        assert findings["store"] == "fail"
+        assert {"memory", "vllm", "hashes"} < set(findings)
 
 
 def test_memory_that_does_not_fit_is_a_failure_with_advice() -> None:

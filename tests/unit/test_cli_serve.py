@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress
 
 from kvsieve_store import __version__
-from kvsieve_store.cli.terminal import transfer_config
+from kvsieve_store.arena.capacity import not_in_memory
+from kvsieve_store.cli.terminal import logs_above, transfer_config
 from kvsieve_store.settings import StoreSettings
 from tests.conftest import StoreProcess
 from tests.unit.cli_run import Run, runner
@@ -99,6 +104,28 @@ def test_json_logs_are_json_only(start_store: Start) -> None:
     lines = store.log.read_text().splitlines()
     assert all("message" in json.loads(line) for line in lines)
     assert lines
+
+
+def test_log_lines_stay_off_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr("sys.stderr", screen)
+    handler = logging.StreamHandler()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    console = Console(stderr=True, force_terminal=True, soft_wrap=True, width=80)
+    with logs_above(Progress(console=console, transient=True)) as progress:
+        progress.add_task("bar", total=1.0)
+        progress.refresh()
+        logging.getLogger("kvsieve_store").warning("ready")
+    assert re.search(r"(\x1b\[2K|\n)ready\n", screen.getvalue())
+    assert handler.stream is screen
+
+
+def test_an_arena_on_a_disk_is_warned_of(start_store: Start, tmp_path: Path) -> None:
+    complaint = not_in_memory(tmp_path)
+    if not complaint:
+        pytest.skip("the temporary folder is in memory")
+    store = start_store("--pool-size", "64MiB", "--shm-dir", str(tmp_path))
+    assert complaint in store.log.read_text()
 
 
 def test_the_transfer_config_names_the_connector() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import resource
+import shlex
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from kvsieve_store.addresses import UnixAddress, parse_address
-from kvsieve_store.arena.capacity import check_hugetlbfs, check_tmpfs, huge_page_bytes
+from kvsieve_store.arena.capacity import check_hugetlbfs, check_tmpfs, huge_page_bytes, not_in_memory
+from kvsieve_store.arena.directory import find_dead
 from kvsieve_store.client.admin import AdminClient
 from kvsieve_store.errors import CapacityError, KVSieveError
 from kvsieve_store.settings import StoreSettings
@@ -94,16 +96,34 @@ def memory(settings: StoreSettings, running: bool) -> Finding:
         return Finding("memory", Level.FAIL, found, advice)
     except OSError as error:
         return Finding("memory", Level.FAIL, f"{error.filename}: {error.strerror}", "give another --shm-dir")
+    complaint = "" if settings.hugepages else not_in_memory(settings.shm_dir)
+    if complaint:
+        found, _, advice = complaint.rpartition("; ")
+        return Finding("memory", Level.WARN, found, f"{advice}: --shm-dir /dev/shm")
     where = settings.hugepages or settings.shm_dir
     return Finding("memory", Level.OK, f"an arena of {size(needed)} fits {where}, the host and its cgroups")
 
 
-def memlock(needed: int, limit: int | None = None) -> Finding:
-    """RLIMIT_MEMLOCK against the arena, which RDMA registers in full."""
+def arenas(mount: Path) -> Finding:
+    """Memory that stores left behind when they were killed."""
+    dead = find_dead(mount)
+    if not dead:
+        return Finding("arenas", Level.OK, f"none of a dead store in {mount}")
+    held = sum(file.stat().st_blocks * 512 for path in dead for file in path.iterdir() if file.is_file())
+    return Finding(
+        "arenas",
+        Level.WARN,
+        f"{len(dead)} of dead stores in {mount}, {size(held)}",
+        f"rm -r {shlex.join(map(str, dead))}; or start a store with the same --listen, which removes its own",
+    )
+
+
+def memlock(needed: int, limit: int | None = None, dev: Path = Path("/dev")) -> Finding:
+    """RLIMIT_MEMLOCK against the arena, which RDMA registers in full. dev: where a GPU or RDMA shows."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
     if limit == resource.RLIM_INFINITY:
         return Finding("memlock", Level.OK, "unlimited")
-    if limit >= needed:
+    if limit >= needed or not any((dev / name).exists() for name in ("nvidiactl", "infiniband")):
         return Finding("memlock", Level.OK, size(limit))
     return Finding(
         "memlock",

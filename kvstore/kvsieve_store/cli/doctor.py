@@ -14,7 +14,11 @@ from kvsieve_store.cli.checks import Finding, Level
 from kvsieve_store.cli.endpoint import EndpointOption, resolve
 from kvsieve_store.cli.output import Format, FormatOption, print_json, stdout
 from kvsieve_store.cli.serve import ConfigOption
+from kvsieve_store.errors import SettingsError
 from kvsieve_store.settings import load
+
+_NOWHERE = "unix:///kvsieve.sock"
+"""Stands for the store's address where there is no default; no check looks at it."""
 
 _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
@@ -33,11 +37,17 @@ def doctor(
 
     The store's settings come from where `serve` takes them.
     """
-    settings = load({"pool_size": pool_size}, config, os.environ)
-    store = checks.store(resolve(context, endpoint))
+    try:
+        address = resolve(context, endpoint)
+        store = checks.store(address)
+    except SettingsError as error:
+        address, (found, _, advice) = "", str(error).removeprefix("endpoint: ").partition("; ")
+        store = Finding("store", Level.FAIL, found, advice)
+    settings = load({"pool_size": pool_size}, config, os.environ, default_listen=address or _NOWHERE)
     findings = [
         store,
         checks.memory(settings, running=store.level is Level.OK),
+        checks.arenas(settings.hugepages or settings.shm_dir),
         checks.memlock(settings.pool_size),
         checks.hugepages(settings.hugepages),
         checks.numa(settings.numa_node),

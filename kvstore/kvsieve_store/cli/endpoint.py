@@ -8,8 +8,14 @@ import typer
 
 from kvsieve_store.addresses import default_socket
 from kvsieve_store.client.admin import AdminClient
+from kvsieve_store.errors import SettingsError
 
 VARIABLE = "KVSIEVE_ENDPOINT"
+
+NO_DEFAULT = (
+    "endpoint: no default socket, since /run/kvsieve is not writable and XDG_RUNTIME_DIR is not set; "
+    "give the store's address: --endpoint unix:///path/kvsieve.sock"
+)
 
 EndpointOption = Annotated[
     str | None,
@@ -28,7 +34,12 @@ def resolve(context: typer.Context, given: str | None) -> str:
 
     Raises SettingsError when there is no default.
     """
-    return given or context.obj or f"unix://{default_socket()}"
+    if given or context.obj:
+        return str(given or context.obj)
+    try:
+        return f"unix://{default_socket()}"
+    except SettingsError:
+        raise SettingsError(NO_DEFAULT) from None
 
 
 def admin(context: typer.Context, given: str | None) -> AdminClient:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.panel import Panel
@@ -12,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from kvsieve_store import __version__
+from kvsieve_store.arena.capacity import not_in_memory
 from kvsieve_store.cli.output import stderr
 from kvsieve_store.server import Store
 from kvsieve_store.sizes import size
@@ -38,6 +42,9 @@ def transfer_config(endpoint: str) -> str:
 async def show(store: Store) -> None:
     """Runs beside a store that has started. Prints nothing but log lines when those are JSON."""
     console = stderr()
+    complaint = "" if store.settings.hugepages else not_in_memory(store.settings.shm_dir)
+    if complaint:
+        _log.warning("%s", complaint)
     if store.settings.log_format == "text":
         print_banner(console, store)
     if console.is_terminal and store.settings.log_format == "text":
@@ -65,9 +72,25 @@ def print_banner(console: Console, store: Store) -> None:
     console.print(Text(f"  --kv-transfer-config '{transfer_config(store.endpoints[0])}'", style="bold"))
 
 
+@contextmanager
+def logs_above(progress: Progress) -> Iterator[Progress]:
+    """Shows the bar; log lines go through its console meanwhile, which keeps them off the bar's line."""
+    handlers = [h for h in logging.getLogger().handlers if isinstance(h, logging.StreamHandler)]
+    with progress:
+        # While it is shown, rich has put its own stream in the place of sys.stderr.
+        before = [(handler, handler.setStream(sys.stderr)) for handler in handlers]
+        try:
+            yield progress
+        finally:
+            for handler, stream in before:
+                if stream is not None:
+                    handler.setStream(stream)
+
+
 async def _show_bar(console: Console, store: Store) -> None:
     columns = (TextColumn("prefaulting"), BarColumn(), TextColumn("{task.percentage:.0f}%"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+    with logs_above(bar) as progress:
         task = progress.add_task("", total=1.0)
         while store.core.phase == "prefaulting":
             progress.update(task, completed=store.core.prefaulted)
