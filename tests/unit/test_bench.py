@@ -82,6 +82,26 @@ def test_summary_leaves_nothing_in_a_store_that_is_given(
         assert admin.status().sealed_blocks == 0
 
 
+def test_no_store_where_one_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def short(endpoint: str, console: Console) -> Iterator[Report]:
+        raise AssertionError("nothing to measure")
+
+    monkeypatch.setattr(summary, "_short", short)
+    console = Console(file=StringIO())
+    with pytest.raises(UnavailableError, match=str(tmp_path)):
+        summary.run(f"unix://{tmp_path}/s.sock", console)
+    assert console.file.getvalue() == ""
+
+
+def test_table() -> None:
+    console = Console(file=StringIO(), width=200)
+    console.print(
+        summary.table([Goal("seal", 67_750.4, 20_000, "blocks/s"), Goal("copy", 0.91234, 0.9, "x")])
+    )
+    shown = console.file.getvalue()
+    assert all(text in shown for text in ("67,750 blocks/s", "20,000 blocks/s", "0.9123 x", "result"))
+
+
 def test_goals() -> None:
     assert Goal("", 0.9, 0.9, "x").met
     assert not Goal("", 0.89, 0.9, "x").met

@@ -15,15 +15,22 @@ from kvsieve_store.bench.report import Goal, Report, conditions
 from kvsieve_store.bench.store import TemporaryStore
 from kvsieve_store.client import AdminClient
 
+_ANSWER_SECONDS = 3.0
 _STORE_FLAGS = ("--pool-size", "512MiB")
 
 
 def run(endpoint: str | None, console: Console) -> int:
     """Measures the store at `endpoint`, or one of its own, and prints a table; the exit code is 0.
 
+    Raises UnavailableError when no store answers at `endpoint`.
+
     A store that is given lends its memory: about 100 MiB for the copies, and 4 KiB per block that is sealed,
     as many as it seals in a few seconds. All of it is given back at the end.
     """
+    if endpoint:
+        # Asked once and briefly: the benchmarks' own clients would go on trying.
+        with AdminClient(endpoint, timeout=_ANSWER_SECONDS) as admin:
+            admin.status()
     with nullcontext() if endpoint else TemporaryStore(*_STORE_FLAGS) as own:
         target = endpoint or own.endpoint if own else str(endpoint)
         try:
@@ -44,13 +51,18 @@ def table(goals: list[Goal]) -> Table:
     shown.add_column("what")
     for title in ("measured", "goal"):
         shown.add_column(title, justify="right")
-    shown.add_column("")
+    shown.add_column("result")
     for goal in goals:
         sign, mark = (">=" if goal.at_least else "<"), ("[green]met" if goal.met else "[red]missed")
         shown.add_row(
-            goal.what, f"{goal.value:,.4g} {goal.unit}", f"{sign} {goal.limit:,.4g} {goal.unit}", mark
+            goal.what, f"{number(goal.value)} {goal.unit}", f"{sign} {number(goal.limit)} {goal.unit}", mark
         )
     return shown
+
+
+def number(value: float) -> str:
+    """Four digits, or all of a larger number's before the point: 0.9123, 12.35, 67,750."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _short(endpoint: str, console: Console) -> Iterator[Report]:
