@@ -146,6 +146,18 @@ def test_a_second_store_on_the_socket_fails(start_store: Start, run: Run) -> Non
     assert run("status", "--endpoint", store.endpoint).code == 0
 
 
+def test_an_http_port_that_is_taken(start_store: Start) -> None:
+    store = start_store("--pool-size", "64MiB")
+    second = StoreProcess("--pool-size", "64MiB", "--http", store.http)
+    try:
+        with pytest.raises(
+            RuntimeError, match=r"can't listen on .*in use; give another --http, or --http ''"
+        ):
+            second.start()
+    finally:
+        second.close()
+
+
 def test_version(run: Run) -> None:
     assert run("version").out == f"{__version__}\n"
     assert run("--version").out == f"{__version__}\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from aiohttp import web
@@ -39,7 +40,12 @@ class HttpServer:
         try:
             await site.start()
         except OSError as error:
-            raise SettingsError(f"http: can't listen on {address.host_port}: {error.strerror}") from None
+            # asyncio's own text repeats the address; the resolver's errors have numbers below 0.
+            reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror
+            raise SettingsError(
+                f"http: can't listen on {address.host_port}: {reason}; "
+                "give another --http, or --http '' for none"
+            ) from None
         return TcpAddress(address.host, self._runner.addresses[0][1])
 
     async def close(self) -> None:
