@@ -95,11 +95,11 @@ def test_no_store_where_one_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def test_table() -> None:
     console = Console(file=StringIO(), width=200)
-    console.print(
-        summary.table([Goal("seal", 67_750.4, 20_000, "blocks/s"), Goal("copy", 0.91234, 0.9, "x")])
-    )
+    goals = [Goal("seal", 67_750.4, 20_000, "blocks/s"), Goal("copy", 0.91234, 0.9, "x")]
+    summary.print_table(console, goals)
     shown = console.file.getvalue()
     assert all(text in shown for text in ("67,750 blocks/s", "20,000 blocks/s", "0.9123 x", "result"))
+    assert all(line == line.rstrip() for line in shown.splitlines())
 
 
 def test_goals() -> None:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvsieve_store.bench import copying, matching, sealing
 from kvsieve_store.bench.blocks import pool
@@ -41,8 +42,19 @@ def run(endpoint: str | None, console: Console) -> int:
             _clear(target)
     where = conditions()
     console.print(f"{where['cpu']}, {where['cores']} cores, load {where['load_average']:g}")
-    console.print(table(goals))
+    print_table(console, goals)
     return 0
+
+
+def print_table(console: Console, goals: list[Goal]) -> None:
+    """The table; without the blanks at the ends of lines where it goes to a pipe or file."""
+    if console.is_terminal:
+        console.print(table(goals))
+        return
+    with console.capture() as shown:
+        console.print(table(goals))
+    for line in shown.get().splitlines():
+        console.print(Text(line.rstrip()), soft_wrap=True)
 
 
 def table(goals: list[Goal]) -> Table:

@@ -41,7 +41,7 @@ class HttpServer:
             await site.start()
         except OSError as error:
             # asyncio's own text repeats the address; the resolver's errors have numbers below 0.
-            reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
             raise SettingsError(
                 f"http: can't listen on {address.host_port}: {reason}; "
                 "give another --http, or --http '' for none"
