@@ -146,7 +146,7 @@ def test_prefault_says_that_memory_ran_out(create: Create, monkeypatch: pytest.M
 
     monkeypatch.setattr(syscalls, "populate", no_memory)
     with pytest.raises(
-        CapacityError, match=r"memory ran out at 0 of .* Cannot allocate memory; lower --pool-size"
+        CapacityError, match=r"memory ran out at 0 B of .* Cannot allocate memory; lower --pool-size"
     ):
         create().prefault()
 

@@ -18,6 +18,7 @@ from kvsieve_store.arena.locks import SessionLock
 from kvsieve_store.arena.segment import Segment
 from kvsieve_store.errors import CapacityError, SettingsError
 from kvsieve_store.protocol.layout import HEADER_BYTES, HEADER_GENERATION, HEADER_LAYERS_DONE, ExtentLayout
+from kvsieve_store.sizes import exact_size
 
 _STEP_BYTES = 64 << 20
 _MAX_THREADS = 16
@@ -73,8 +74,8 @@ class Arena:
             page_bytes = capacity.huge_page_bytes(mount)
             if extent_bytes % page_bytes:
                 raise SettingsError(
-                    f"extent_size: {extent_bytes} bytes given, a multiple of the huge page of {mount} "
-                    f"({page_bytes} bytes) required"
+                    f"extent_size: {exact_size(extent_bytes)} given, a multiple of the huge page of {mount} "
+                    f"({exact_size(page_bytes)}) required"
                 )
             capacity.check_hugetlbfs(mount, size, page_bytes)
         else:
@@ -98,7 +99,7 @@ class Arena:
             directory.close()
             if isinstance(error, OSError):
                 raise CapacityError(
-                    f"pool_size: can't map {size} bytes in {mount}: {error.strerror}"
+                    f"pool_size: can't map {exact_size(size)} in {mount}: {error.strerror}"
                 ) from None
             raise
         return Arena(directory, segments, extent_bytes, page_bytes)
@@ -149,8 +150,8 @@ class Arena:
                 except OSError as error:
                     stop.set()
                     raise CapacityError(
-                        f"pool_size: memory ran out at {done} of {self.size} bytes: {error.strerror}; "
-                        "lower --pool-size"
+                        f"pool_size: memory ran out at {exact_size(done)} of {exact_size(self.size)}: "
+                        f"{error.strerror}; lower --pool-size"
                     ) from None
                 progress(done / self.size)
 

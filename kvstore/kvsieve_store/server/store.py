@@ -25,6 +25,7 @@ from kvsieve_store.server.interceptor import CallInterceptor
 from kvsieve_store.server.metrics import RpcMetrics, registry_of
 from kvsieve_store.server.store_service import StoreService
 from kvsieve_store.settings import StoreSettings
+from kvsieve_store.sizes import exact_size
 
 _log = logging.getLogger(__name__)
 
@@ -127,12 +128,12 @@ class Store:
             self.http_address = await http.start(settings.http_address)
         await self._start_grpc(core, CallInterceptor(RpcMetrics(registry)))
         _log.info(
-            "kvsieve %s serves %s; http %s; arena %s, %d bytes",
+            "kvsieve %s serves %s; http %s; arena %s, %s",
             __version__,
             ", ".join(core.listening),
             self.http_address.host_port if self.http_address else "off",
             arena.path,
-            arena.size,
+            exact_size(arena.size),
         )
         for job in (self._tick(core), self._watch_fencing(core), self._get_ready(core)):
             self._run_behind(asyncio.create_task(job))
