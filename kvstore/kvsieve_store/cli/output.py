@@ -48,7 +48,13 @@ def stderr() -> Console:
 
 
 def print_error(message: str) -> None:
-    stderr().print(Text(f"kvsieve: {message}", style="red"))
+    lines = "\n".join(map(printable, message.split("\n")))
+    stderr().print(Text(f"kvsieve: {lines}", style="red"))
+
+
+def printable(text: str) -> str:
+    """Names come from clients: what would steer a terminal is shown as Python would write it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def print_rows(form: Format, rows: Sequence[Message], columns: Sequence[Column], none: str) -> None:
@@ -69,7 +75,7 @@ def layout(rows: Sequence[Any], columns: Sequence[Column], width: int | None) ->
 
     width: columns of the terminal; None when there is none, as in a pipe.
     """
-    cells = [[column.value(row) for column in columns] for row in rows]
+    cells = [[printable(column.value(row)) for column in columns] for row in rows]
     widths = [
         max(cell_len(text) for text in (column.title, *texts))
         for column, texts in zip(columns, zip(*cells, strict=True), strict=True)
@@ -106,7 +112,8 @@ def print_record(form: Format, row: Message, lines: Sequence[tuple[str, str]]) -
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
         console.print(
-            Text(f"{name:<{width}}  ", style="bold").append(value, style="not bold"), soft_wrap=True
+            Text(f"{name:<{width}}  ", style="bold").append(printable(value), style="not bold"),
+            soft_wrap=True,
         )
 
 
