@@ -28,6 +28,10 @@ MODELS = [
 ]
 
 
+ROUNDING = 1e-5
+"""Nats: two engines of one process may differ so much in float32, without any connector."""
+
+
 def full_blocks(length: int, block: int) -> int:
     """Tokens of a prompt that can be loaded: whole blocks, and the last token is computed always."""
     return (length - 1) // block * block
@@ -40,9 +44,9 @@ def test_a_second_engine_loads_what_the_first_saved(
     path: Path = request.getfixturevalue(model)
     with engine(path, **args) as llm:
         plain = generate(llm, PROMPTS)
-    with engine(path, **args) as llm:
-        again = generate(llm, PROMPTS)
         warm = generate(llm, PROMPTS)  # from the engine's own prefix cache, where it has one
+        llm.reset_prefix_cache()
+        again = generate(llm, PROMPTS)
     with engine(path, store.endpoint, **args) as llm:
         saved = generate(llm, PROMPTS)
         seals_done(llm)
@@ -54,7 +58,7 @@ def test_a_second_engine_loads_what_the_first_saved(
     rerun = max(a.distance(b) for a, b in zip(plain, again, strict=True))
     spread = max(rerun, *(a.distance(b) for a, b in zip(plain, warm, strict=True)))
     assert [a.cached for a in saved] == [0] * len(PROMPTS)
-    assert max(a.distance(b) for a, b in zip(plain, saved, strict=True)) <= rerun
+    assert max(a.distance(b) for a, b in zip(plain, saved, strict=True)) <= rerun + ROUNDING
     assert [a.cached for a in loaded] == [full_blocks(n, block) for n in LENGTHS]
     assert max(a.distance(b) for a, b in zip(plain, loaded, strict=True)) <= spread + 1e-3
     assert stats["loaded_blocks"] == sum(full_blocks(n, block) for n in LENGTHS) // block
