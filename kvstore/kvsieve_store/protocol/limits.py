@@ -18,6 +18,18 @@ MAX_CREDITS = 16_384
 
 MAX_LEASE_MS = 600_000
 
+MAX_LEASED = 4_194_304
+"""Slots in all leases of a session together; a slot counts once in each lease."""
+
+MAX_LEASES = 65_536
+"""Leases of a session at a time."""
+
+MAX_PLANES = 16
+"""Planes of a pool."""
+
+MAX_LAYERS = 1_024
+"""Layers of a plane."""
+
 DEFAULT_DRAIN_MS = 30_000
 """How long Drain waits for leases when it is not told."""
 

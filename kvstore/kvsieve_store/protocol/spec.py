@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 from kvsieve.v1 import store_pb2 as pb
 from kvsieve_store.errors import InvalidRequestError
+from kvsieve_store.protocol.limits import MAX_LAYERS, MAX_PLANES
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,12 @@ class PoolSpec:
         _check_text("pool.layout", self.layout, 1, 256)
         _check_range("pool.block_tokens", self.block_tokens, 1, 65_536)
         _check_range("pool.tp_size", self.tp_size, 1, 32)
-        _check_range("pool.planes (count)", len(self.planes), 1, 16)
+        _check_range("pool.planes (count)", len(self.planes), 1, MAX_PLANES)
         for i, plane in enumerate(self.planes):
             at = f"pool.planes[{i}]"
             _check_text(f"{at}.name", plane.name, 1, 64)
             _check_range(f"{at}.shards", plane.shards, 1, 32)
-            _check_range(f"{at}.layer_bytes (count)", len(plane.layer_bytes), 1, 1024)
+            _check_range(f"{at}.layer_bytes (count)", len(plane.layer_bytes), 1, MAX_LAYERS)
             for layer, size in enumerate(plane.layer_bytes):
                 _check_range(f"{at}.layer_bytes[{layer}]", size, 1, 1 << 30)
         names = [plane.name for plane in self.planes]
@@ -92,7 +93,13 @@ class PoolSpec:
 
     @staticmethod
     def from_proto(message: pb.PoolSpec) -> PoolSpec:
-        """Raises InvalidRequestError, which names the field and its limit."""
+        """Raises InvalidRequestError, which names the field and its limit.
+
+        Counts are checked first: what a message may hold too many of is not built.
+        """
+        _check_range("pool.planes (count)", len(message.planes), 1, MAX_PLANES)
+        for i, plane in enumerate(message.planes):
+            _check_range(f"pool.planes[{i}].layer_bytes (count)", len(plane.layer_bytes), 1, MAX_LAYERS)
         return PoolSpec(
             name=message.name,
             model=message.model,
