@@ -260,6 +260,44 @@ def test_many_released_leases_leave_nothing_behind(state: StoreState) -> None:
     assert len(state._leases._heap) < 200
 
 
+def test_a_lease_counts_a_slot_once(state: StoreState) -> None:
+    engine = attach(state)
+    grant = engine.save(1, 2)
+    lease = engine.match(*[2, 1] * 500, lease_ms=1000)
+    assert len(lease.slots) == 1000
+    assert state._leases._leases[lease.lease_id].slots.tolist() == grant.slots.tolist()
+    assert engine.session.leased == 2
+    assert [row.leases for row in state.list_blocks("pool", 0, "").blocks] == [1, 1]
+    engine.release(lease.lease_id)
+    assert [row.leases for row in state.list_blocks("pool", 0, "").blocks] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "message"),
+    [
+        ("MAX_LEASED", 3, "keys: 2 more slots to lease, the session's leases have 2, 3 allowed in all"),
+        ("MAX_LEASES", 1, "lease_ms: the session has 1 leases, the most"),
+    ],
+)
+def test_what_a_session_leases_is_limited(
+    state: StoreState, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, message: str
+) -> None:
+    monkeypatch.setattr(f"kvsieve_store.state.leases.{limit}", value)
+    engine, other = attach(state), attach(state, name="other")
+    engine.save(1, 2)
+    lease = engine.match(1, 2, lease_ms=1000).lease_id
+    before = freeze(state)
+    with pytest.raises(CapacityError, match=message):
+        engine.match(1, 2, lease_ms=1000)
+    assert freeze(state) == before
+    assert len(engine.match(1, 2).slots) == 2  # unleased, as much as one likes
+    assert other.match(1, 2, lease_ms=1000).lease_id
+    engine.release(lease)
+    assert engine.match(1, 2, lease_ms=1000).lease_id
+    state.tick(1.0)  # time gives back as well
+    assert engine.match(1, 2, lease_ms=1000).lease_id
+
+
 def test_heartbeat_limits_what_it_renews(state: StoreState) -> None:
     engine = attach(state)
     with pytest.raises(InvalidRequestError, match="renew_leases"):

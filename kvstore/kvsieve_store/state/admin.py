@@ -7,6 +7,7 @@ import numpy as np
 from kvsieve_store.errors import InvalidRequestError
 from kvsieve_store.state.arrays import KeyArray, SlotArray
 from kvsieve_store.state.pool import Pool
+from kvsieve_store.state.protection import mark_with_ancestors
 from kvsieve_store.state.results import (
     BlockPage,
     BlockRow,
@@ -29,7 +30,8 @@ def evict_keys(pool: Pool, keys: KeyArray) -> Evicted:
     named, unknown = _look_up(pool, keys)
     table = pool.table
     blocks = pool.sieve.slots()
-    busy = pool.with_ancestors(blocks[(table.leases[blocks] > 0) | (table.pinned[blocks] > 0)])
+    busy = pool.protection.marked().copy()
+    mark_with_ancestors(table.parent, blocks[table.leases[blocks] > 0], busy)
     going = named[~busy[named]]
     doomed = _with_descendants(pool, blocks, going)
     pool.drop(doomed)
@@ -46,7 +48,7 @@ def evict_coldest(pool: Pool, count: int) -> Evicted:
 
 def pin(pool: Pool, keys: KeyArray) -> Pinned:
     named, unknown = _look_up(pool, keys)
-    pool.table.pinned[named] = 1
+    pool.protection.pin(named)
     return Pinned(len(named), unknown)
 
 
@@ -54,8 +56,7 @@ def unpin(pool: Pool, keys: KeyArray) -> Unpinned:
     """Takes pins away; no keys: every pin of the pool."""
     named, unknown = _look_up(pool, keys) if len(keys) else (pool.sieve.slots(), 0)
     pinned = named[pool.table.pinned[named] > 0]
-    pool.table.pinned[pinned] = 0
-    pool.sieve.retry()
+    pool.unpin(pinned)
     return Unpinned(len(pinned), unknown)
 
 

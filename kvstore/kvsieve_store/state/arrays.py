@@ -36,6 +36,13 @@ def as_keys(field: str, keys: bytes, low: int, high: int) -> KeyArray:
     return np.frombuffer(keys, dtype=np.uint64).reshape(count, 4)
 
 
+def each_once(slots: SlotArray) -> I32Array:
+    """The slots in ascending order without repetition. Faster than np.unique() for a thousand."""
+    ordered: I32Array = np.sort(slots.astype(np.int32))
+    again = ordered[1:] == ordered[:-1]
+    return ordered[np.flatnonzero(np.append(True, ~again))] if again.any() else ordered
+
+
 def as_slots(slots: U32Array) -> SlotArray:
     """Slot numbers off the wire as an index array."""
     return slots.astype(np.intp)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from kvsieve_store.state.pool import Pool
-from kvsieve_store.state.slots import SEALED, WRITING
 
 
 class ExtentLedger:
@@ -51,13 +50,19 @@ class ExtentLedger:
         self._floor[extent] = pool.remove_extent(extent)
         heapq.heappush(self._free, extent)
 
+    def release_all(self, pool: Pool) -> None:
+        """Takes all extents from a pool that is idle."""
+        extents, generations = pool.disband()
+        self._floor[extents] = generations
+        self._free = sorted(self._free + extents.tolist())
+
     def _add(self, pool: Pool) -> None:
         extent = heapq.heappop(self._free)
         pool.add_extent(extent, int(self._floor[extent]))
 
     def _take_from_another(self, pool: Pool) -> bool:
         for victim in self._victims(pool):
-            extent = _emptiest_removable(victim)
+            extent = victim.protection.emptiest_removable(victim.extents)
             if extent is not None:
                 sealed = victim.sealed
                 self.release(victim, extent)
@@ -75,26 +80,3 @@ class ExtentLedger:
             (other for other in used if len(other.extents) > fair), key=lambda other: -len(other.extents)
         )
         return unused + above
-
-
-def _emptiest_removable(pool: Pool) -> int | None:
-    """The extent with the fewest blocks, of those where nothing is writing, leased or pinned.
-
-    An ancestor of a pinned block counts as pinned.
-    """
-    table = pool.table
-    blocks = pool.sieve.slots()
-    pinned = blocks[table.pinned[blocks] > 0]
-    protected = pool.with_ancestors(pinned) if len(pinned) else None
-    best, fewest = None, 0
-    for extent in pool.extents:
-        part = pool.extent_slots(extent)
-        state = table.state[part]
-        if (state == WRITING).any() or table.leases[part].any():
-            continue
-        if protected is not None and protected[part].any():
-            continue
-        sealed = int(np.count_nonzero(state == SEALED))
-        if best is None or sealed < fewest:
-            best, fewest = extent, sealed
-    return best

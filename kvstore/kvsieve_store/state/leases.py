@@ -6,17 +6,19 @@ import heapq
 import math
 from dataclasses import dataclass
 
-from kvsieve_store.state.arrays import SlotArray
+from kvsieve_store.errors import CapacityError
+from kvsieve_store.protocol.limits import MAX_LEASED, MAX_LEASES
+from kvsieve_store.state.arrays import I32Array
 from kvsieve_store.state.sessions import Session
 
 
 @dataclass(slots=True)
 class Lease:
-    """slots: the leased blocks, in the session's pool. duration: seconds. expiry: when it runs out."""
+    """slots: the leased blocks, in the session's pool, each once. duration: seconds. expiry: its end."""
 
     lease_id: int
     session: Session
-    slots: SlotArray
+    slots: I32Array
     duration: float
     expiry: float
 
@@ -32,12 +34,23 @@ class LeaseBook:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def add(self, session: Session, slots: SlotArray, duration: float, now: float) -> Lease:
+    def check_room(self, session: Session, slots: I32Array) -> None:
+        """Raises CapacityError when the session may not lease so many more slots."""
+        if len(session.leases) >= MAX_LEASES:
+            raise CapacityError(f"lease_ms: the session has {MAX_LEASES} leases, the most; release some")
+        if session.leased + len(slots) > MAX_LEASED:
+            raise CapacityError(
+                f"keys: {len(slots)} more slots to lease, the session's leases have {session.leased}, "
+                f"{MAX_LEASED} allowed in all; release some"
+            )
+
+    def add(self, session: Session, slots: I32Array, duration: float, now: float) -> Lease:
         """Makes a lease of `duration` seconds; ids are positive and never used again."""
         self._last_id += 1
         lease = Lease(self._last_id, session, slots, duration, now + duration)
         self._leases[lease.lease_id] = lease
         session.leases.add(lease.lease_id)
+        session.leased += len(slots)
         heapq.heappush(self._heap, (lease.expiry, lease.lease_id))
         return lease
 
@@ -58,6 +71,7 @@ class LeaseBook:
             return None
         session.leases.remove(lease_id)
         lease = self._leases.pop(lease_id)
+        session.leased -= len(lease.slots)
         if len(self._heap) > 2 * len(self._leases) + 64:
             self._heap = [(left.expiry, left.lease_id) for left in self._leases.values()]
             heapq.heapify(self._heap)
@@ -76,5 +90,6 @@ class LeaseBook:
                 continue
             del self._leases[lease_id]
             lease.session.leases.remove(lease_id)
+            lease.session.leased -= len(lease.slots)
             expired.append(lease)
         return expired

@@ -7,8 +7,9 @@ import numpy as np
 from kvsieve_store.errors import SlotNotHeldError
 from kvsieve_store.protocol.layout import ExtentLayout
 from kvsieve_store.protocol.spec import PoolSpec
-from kvsieve_store.state.arrays import BoolArray, KeyArray, SlotArray, U8Array, U32Array, as_slots
+from kvsieve_store.state.arrays import BoolArray, I32Array, KeyArray, SlotArray, U8Array, U32Array, as_slots
 from kvsieve_store.state.index import KeyIndex
+from kvsieve_store.state.protection import Protection
 from kvsieve_store.state.results import Counters, Grant
 from kvsieve_store.state.sieve import Sieve
 from kvsieve_store.state.slots import FREE, SEALED, UNOWNED, WRITING, FreeSlots, SlotTable
@@ -41,6 +42,7 @@ class Pool:
         self.table = SlotTable(slots)
         self.index = KeyIndex(self.table.key, quota * layout.slots_per_extent)
         self.sieve = Sieve(self.table)
+        self.protection = Protection(self.table, layout.slots_per_extent)
         self.counters = Counters()
         self.writing = 0
         self.attached = 0
@@ -86,10 +88,20 @@ class Pool:
         """Gives up an extent without writing slots, drops its blocks; returns its highest generation."""
         part = self.extent_slots(extent)
         self.drop(np.flatnonzero(self.table.state[part] == SEALED) + part.start)
-        self._free.remove_range(part.start, part.stop)
+        free = int(np.count_nonzero(self.table.state[part] == FREE))
+        self._free.remove_range(part.start, part.stop, free)
         self.table.state[part] = UNOWNED
         self.extents.remove(extent)
         return int(self.table.generation[part].max())
+
+    def disband(self) -> tuple[SlotArray, U32Array]:
+        """Gives up all extents of a pool that is idle; returns them, and the highest generation of each."""
+        extents = np.array(self.extents, np.intp)
+        rows = (-1, self.layout.slots_per_extent)
+        self.table.state.reshape(rows)[extents] = UNOWNED
+        self._free.clear()
+        self.extents.clear()
+        return extents, self.table.generation.reshape(rows)[extents].max(axis=1)
 
     def grant(self, ordinal: int, count: int) -> Grant:
         """Hands up to `count` free slots to a session: free -> writing, under a new generation."""
@@ -166,31 +178,36 @@ class Pool:
         found = [np.flatnonzero(self.table.owner[part] == ordinal) + part.start for part in parts]
         return np.concatenate(found) if found else np.zeros(0, np.intp)
 
-    def match(self, keys: KeyArray) -> SlotArray:
-        """Slots of the longest sealed prefix of `keys`, marked as visited."""
+    def find_prefix(self, keys: KeyArray) -> SlotArray:
+        """Slots of the longest sealed prefix of `keys`; changes nothing."""
         found: list[SlotArray] = []
-        matched = 0
         for start in range(0, len(keys), _MATCH_STEP):
             slots = self.index.find(keys[start : start + _MATCH_STEP])
             missing = slots < 0
             end = int(missing.argmax()) if missing.any() else len(slots)
             found.append(slots[:end])
-            matched += end
             if end < len(slots):
                 break
-        prefix = found[0] if len(found) == 1 else np.concatenate(found)
-        self.table.visited[prefix] = 1
-        self.counters.matched_blocks += matched
-        self.counters.missed_blocks += len(keys) - matched
-        return prefix
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def lease(self, slots: SlotArray) -> None:
-        """Counts a lease on each slot; one that is given twice counts once."""
+    def visit(self, prefix: SlotArray, asked: int) -> None:
+        """Marks what find_prefix() found as visited, and counts it. asked: keys looked for."""
+        self.table.visited[prefix] = 1
+        self.counters.matched_blocks += len(prefix)
+        self.counters.missed_blocks += asked - len(prefix)
+
+    def lease(self, slots: I32Array) -> None:
+        """Counts a lease on each slot; they must differ."""
         self.table.leases[slots] += 1
 
-    def unlease(self, slots: SlotArray) -> None:
+    def unlease(self, slots: I32Array) -> None:
         """Undoes lease() of the same slots."""
         self.table.leases[slots] -= 1
+        self.sieve.retry()
+
+    def unpin(self, slots: SlotArray) -> None:
+        """Takes the pins of blocks away."""
+        self.protection.unpin(slots)
         self.sieve.retry()
 
     def evict(self, count: int) -> int:
@@ -204,6 +221,7 @@ class Pool:
         """Frees named blocks, which must be sealed and not leased. Children that stay become orphans."""
         if not len(slots):
             return
+        self.protection.drop(slots)
         table = self.table
         going = np.zeros(len(table), np.bool_)
         going[slots] = True
@@ -220,16 +238,6 @@ class Pool:
         self.index.remove(slots)
         self.table.free(slots)
         self._free.push(slots)
-
-    def with_ancestors(self, slots: SlotArray) -> BoolArray:
-        """[slots of the table] bool: the given blocks and all that lie before them in their chains."""
-        marked = np.zeros(len(self.table), np.bool_)
-        while len(slots):
-            marked[slots] = True
-            above = np.unique(self.table.parent[slots]).astype(np.intp) - 1
-            above = above[above >= 0]
-            slots = above[~marked[above]]
-        return marked
 
 
 def _first_of_each(keys: KeyArray) -> BoolArray:

@@ -15,6 +15,7 @@ class Session:
 
     ordinal: small number that marks the session's slots, 1 to 65,535, used again after fencing.
     credit_target: slots that the client wants granted ahead. held: slots granted, not sealed or given back.
+    leased: slots in all its leases together.
     attached_at, last_seen: seconds, on the caller's clock; any call of the session counts as seen.
     ended: waits until no process can touch its slots ("fencing").
     """
@@ -30,6 +31,7 @@ class Session:
     last_seen: float
     held: int = 0
     leases: set[int] = field(default_factory=set)
+    leased: int = 0
     ended: bool = False
 
     @property

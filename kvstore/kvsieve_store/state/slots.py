@@ -76,12 +76,22 @@ class FreeSlots:
         self._count = start
         return slots
 
-    def remove_range(self, start: int, stop: int) -> None:
-        """Removes every slot in [start, stop)."""
-        stack = self._stack[: self._count]
-        kept = stack[(stack < start) | (stack >= stop)]
-        self._stack[: len(kept)] = kept
-        self._count = len(kept)
+    def remove_range(self, start: int, stop: int, count: int) -> None:
+        """Removes the `count` slots in [start, stop); looks up to twice as deep as they lie."""
+        depth = min(2 * count, self._count)
+        while True:
+            bottom = self._count - depth
+            top = self._stack[bottom : self._count]
+            kept = top[(top < start) | (top >= stop)]
+            if depth - len(kept) == count or depth == self._count:
+                break
+            depth = min(2 * depth, self._count)
+        self._count = bottom + len(kept)
+        self._stack[bottom : self._count] = kept
+
+    def clear(self) -> None:
+        """Removes every slot."""
+        self._count = 0
 
     def view(self) -> I32Array:
         """The free slots, in no useful order; not a copy."""

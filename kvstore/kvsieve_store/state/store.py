@@ -19,7 +19,7 @@ from kvsieve_store.protocol.layout import ExtentLayout, SlotLayout
 from kvsieve_store.protocol.limits import MAX_BATCH, MAX_CREDITS, MAX_LEASE_MS, MAX_MATCH_KEYS
 from kvsieve_store.protocol.spec import PoolSpec
 from kvsieve_store.state import admin
-from kvsieve_store.state.arrays import U32Array, as_keys
+from kvsieve_store.state.arrays import U32Array, as_keys, each_once
 from kvsieve_store.state.extents import ExtentLedger
 from kvsieve_store.state.leases import LeaseBook
 from kvsieve_store.state.pool import Pool
@@ -149,17 +149,23 @@ class StoreState:
     # Blocks
 
     def match(self, session_id: bytes, keys: bytes, lease_ms: int, now: float) -> Match:
-        """Longest sealed prefix of `keys`, leased for `lease_ms` milliseconds (0: not leased)."""
+        """Longest sealed prefix of `keys`, leased for `lease_ms` milliseconds (0: not leased).
+
+        Raises CapacityError when the session has leased too much already.
+        """
         self._check_serving()
         session = self._sessions.get(session_id)
         wanted = as_keys("keys", keys, 1, MAX_MATCH_KEYS)
         _check_range("lease_ms", lease_ms, 0, MAX_LEASE_MS)
         pool = session.pool
-        slots = pool.match(wanted)
+        slots = pool.find_prefix(wanted)
         lease_id = 0
         if lease_ms and len(slots):
-            pool.lease(slots)
-            lease_id = self._leases.add(session, slots, lease_ms / 1000, now).lease_id
+            leased = each_once(slots)
+            self._leases.check_room(session, leased)
+            pool.lease(leased)
+            lease_id = self._leases.add(session, leased, lease_ms / 1000, now).lease_id
+        pool.visit(slots, len(wanted))
         _seen(session, now)
         return Match(slots.astype(np.uint32), pool.table.generation[slots], lease_id)
 
@@ -342,8 +348,7 @@ class StoreState:
         return new
 
     def _remove_pool(self, pool: Pool) -> None:
-        for extent in list(pool.extents):
-            self._extents.release(pool, extent)
+        self._extents.release_all(pool)
         del self._pools[pool.spec.name]
 
     def _find_pool(self, pool_ref: str) -> Pool:

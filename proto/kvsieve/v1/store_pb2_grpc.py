@@ -79,7 +79,10 @@ class StoreServicer(object):
 
     def Match(self, request, context):
         """Longest sealed prefix of `keys`, leased in the same step so that it can't be evicted before it is read.
-        Errors: INVALID_ARGUMENT (length of keys, too many, lease_ms too long), NOT_FOUND (unknown session).
+        A slot that several keys name counts once in a lease. A session's leases have at most 4194304 slots in all,
+        and number at most 65536.
+        Errors: INVALID_ARGUMENT (length of keys, too many, lease_ms too long), NOT_FOUND (unknown session),
+        RESOURCE_EXHAUSTED (the session has leased too much; release some).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
