@@ -15,6 +15,11 @@ from kvsieve_store.server.metrics import RpcMetrics
 
 _log = logging.getLogger(__name__)
 
+_MAX_DETAILS_BYTES = 2048
+"""Of an error's message on the wire. gRPC clients refuse a call whose metadata are larger than 8 KiB."""
+
+_ELLIPSIS = "…"
+
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = Any  # grpc.RpcMethodHandler, whose stubs know of synchronous functions only.
 
@@ -62,7 +67,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 _log.exception("%s failed", name)
                 code, details = grpc.StatusCode.INTERNAL, f"{name} failed inside the store; its log says why"
             failed(code)
-            return await context.abort(code, details)
+            return await context.abort(code, shortened(details))
 
         async def unary(raw: bytes, context: Context) -> Any:
             async def answer() -> Any:
@@ -78,6 +83,25 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return grpc.stream_stream_rpc_method_handler(stream, parse, handler.response_serializer)
         # Parsed here, not by gRPC, whose error for a broken message would be UNKNOWN with a traceback.
         return grpc.unary_unary_rpc_method_handler(unary, None, handler.response_serializer)
+
+
+def shortened(details: str) -> str:
+    """A message that takes at most 2,048 bytes once gRPC has percent-encoded it; what is cut ends in '…'."""
+    # What can't be sent as UTF-8: names of files, say, that are none.
+    details = details.encode("utf-8", "replace").decode()
+    room, ends_at = _MAX_DETAILS_BYTES, 0
+    for i, character in enumerate(details):
+        room -= _encoded_size(character)
+        if room < 0:
+            return details[:ends_at] + _ELLIPSIS
+        if room >= _encoded_size(_ELLIPSIS):
+            ends_at = i + 1
+    return details
+
+
+def _encoded_size(character: str) -> int:
+    """https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md, "Percent-Encoded"."""
+    return 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode())
 
 
 def _parser(method: str, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

@@ -33,7 +33,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
         reader = asyncio.create_task(self._read_heartbeats(stream, context))
         try:
             while (message := await stream.next()) is not None:
-                await context.write(message)
+                await _write(context, message)
         finally:
             self._core.end_session(stream.session_id, "its stream was closed")
             reader.cancel()
@@ -106,6 +106,14 @@ class StoreService(store_pb2_grpc.StoreServicer):
             stream.end(error)
         else:
             stream.end(None)
+
+
+async def _write(context: Context, message: pb.AttachResponse) -> None:
+    try:
+        await context.write(message)
+    except grpc.aio.InternalError:
+        # The client died while its stream was blocked: gRPC says that it can't send, and nobody hears us.
+        raise asyncio.CancelledError from None
 
 
 def _array(numbers: Collection[int]) -> NDArray[np.uint32]:
