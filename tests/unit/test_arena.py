@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsieve_store.arena import Arena, syscalls
-from kvsieve_store.errors import CapacityError, SettingsError
+from kvsieve_store.errors import CapacityError, SettingsError, UnavailableError
 from kvsieve_store.protocol.layout import HEADER_BYTES, HEADER_LAYERS_DONE, ExtentLayout
 
 EXTENT = 64 << 10
@@ -151,6 +151,23 @@ def test_prefault_says_that_memory_ran_out(create: Create, monkeypatch: pytest.M
         create().prefault()
 
 
+def test_reserve_takes_all_memory_and_leaves_it_zero(create: Create) -> None:
+    arena = create()
+    assert allocated(arena) == 0
+    arena.reserve()
+    assert allocated(arena) >= SIZE
+    assert not memory(arena).any()
+
+
+def test_reserve_says_that_memory_ran_out(create: Create, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    with pytest.raises(CapacityError, match=r"memory ran out at 0 B of .* No space left on device"):
+        create().reserve()
+
+
 # Headers
 
 
@@ -216,3 +233,43 @@ def test_only_the_arena_of_a_dead_store_of_the_same_address_is_removed(
     (dead / "seg-000").write_bytes(b"x")
     newest = create().path
     assert set(tmp_path.iterdir()) == {mine, other, newest}
+
+
+def test_the_lock_of_a_dead_store_goes_last(
+    create: Create, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a store that dies in the middle leaves files that nobody takes for dead."""
+    dead = tmp_path / f"{create().path.name}dead"
+    dead.mkdir()
+    for name in ("a", "store.lock", "z"):
+        (dead / name).touch()
+    left: list[set[str]] = []
+    unlink = Path.unlink
+
+    def watched(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "store.lock":
+            left.append({entry.name for entry in path.parent.iterdir()})
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", watched)
+    create()
+    assert left == [{"store.lock"}]
+    assert not dead.exists()
+
+
+# An arena that somebody removes
+
+
+def test_an_arena_that_is_gone_is_missing(create: Create) -> None:
+    arena = create()
+    assert arena.missing() is None
+    arena.segments[1].path.unlink()
+    assert arena.missing() == arena.segments[1].path
+    away = arena.path.rename(arena.path.with_name("away"))
+    assert arena.missing() == arena.path
+    with pytest.raises(UnavailableError, match=r"can't create a lock file .* No such file"):
+        arena.new_session_lock()
+    arena.path.mkdir()
+    assert arena.missing() == arena.path
+    arena.path.rmdir()
+    away.rename(arena.path)

@@ -16,7 +16,7 @@ from kvsieve_store.arena import capacity
 from kvsieve_store.arena.directory import ArenaDirectory, remove_stale
 from kvsieve_store.arena.locks import SessionLock
 from kvsieve_store.arena.segment import Segment
-from kvsieve_store.errors import CapacityError, SettingsError
+from kvsieve_store.errors import CapacityError, SettingsError, UnavailableError
 from kvsieve_store.protocol.layout import HEADER_BYTES, HEADER_GENERATION, HEADER_LAYERS_DONE, ExtentLayout
 from kvsieve_store.sizes import exact_size
 
@@ -155,6 +155,26 @@ class Arena:
                     ) from None
                 progress(done / self.size)
 
+    def reserve(self, stop: threading.Event | None = None) -> None:
+        """Takes the memory without touching it: a tmpfs that fills up later would kill whoever writes.
+
+        Blocks; returns early when `stop` is set. Raises CapacityError when memory runs out.
+        """
+        done = 0
+        for segment in self.segments:
+            for offset in range(0, segment.size, _STEP_BYTES):
+                if stop is not None and stop.is_set():
+                    return
+                length = min(_STEP_BYTES, segment.size - offset)
+                try:
+                    segment.reserve(offset, length)
+                except OSError as error:
+                    raise CapacityError(
+                        f"pool_size: memory ran out at {exact_size(done)} of {exact_size(self.size)}: "
+                        f"{error.strerror}; lower --pool-size"
+                    ) from None
+                done += length
+
     def write_generations(
         self, layout: ExtentLayout, slots: NDArray[np.uint32], generations: NDArray[np.uint32]
     ) -> None:
@@ -178,8 +198,19 @@ class Arena:
             self._rows[segment][rows[mine], HEADER_LAYERS_DONE // _WORD :] = 0
 
     def new_session_lock(self) -> SessionLock:
-        """A lock file for one more session."""
-        return SessionLock(self.path / f"session-{next(self._session_numbers)}.lock")
+        """A lock file for one more session. Raises UnavailableError when there can be none."""
+        try:
+            return SessionLock(self.path / f"session-{next(self._session_numbers)}.lock")
+        except OSError as error:
+            raise UnavailableError(
+                f"arena: can't create a lock file in {self.path}: {error.strerror}"
+            ) from None
+
+    def missing(self) -> Path | None:
+        """What engines need to attach and don't find any more; None when all is there."""
+        if not self._directory.is_there():
+            return self.path
+        return next((s.path for s in self.segments if not s.path.exists()), None)
 
     def close(self) -> None:
         """Unmaps and unlinks everything."""

@@ -11,6 +11,7 @@ share the mount; only store.lock says which directory is dead.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -35,10 +36,19 @@ class ArenaDirectory:
         self._fd = os.open(unnamed / "store.lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unnamed.rename(self.path)
+        self._identity = _identity(self.path)
+
+    def is_there(self) -> bool:
+        """Whether the path still leads here: not removed, not unmounted, not hidden by another mount."""
+        try:
+            return _identity(self.path) == self._identity
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Unlinks everything. Memory that engines have mapped stays until they unmap it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        if self.is_there():
+            _remove(self.path)
         os.close(self._fd)
 
 
@@ -55,12 +65,23 @@ def remove_stale(mount: Path, store: str) -> list[Path]:
         except BlockingIOError:
             continue
         else:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
             removed.append(path)
             _log.info("removed the arena of a dead store: %s", path)
         finally:
             os.close(fd)
     return removed
+
+
+def _remove(path: Path) -> None:
+    """store.lock goes last: as long as it is there, another store finds what is left and removes it."""
+    with contextlib.suppress(OSError):
+        for entry in sorted(path.iterdir(), key=lambda entry: entry.name == "store.lock"):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+        path.rmdir()
 
 
 def find_dead(mount: Path) -> list[Path]:
@@ -79,6 +100,11 @@ def find_dead(mount: Path) -> list[Path]:
         finally:
             os.close(fd)
     return dead
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 def _directories(mount: Path, store: str) -> Iterator[Path]:

@@ -37,6 +37,14 @@ class Segment:
         if not syscalls.populate(self._address + offset, length):
             self.view[offset : offset + length : page_bytes] = 0
 
+    def reserve(self, offset: int, length: int) -> None:
+        """Lets the file system set memory aside. Raises OSError when it has too little."""
+        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, offset, length)
+        finally:
+            os.close(fd)
+
     def bind_to_node(self, node: int) -> None:
         """Lets pages that are not there yet come from one NUMA node only. Raises OSError."""
         syscalls.bind_to_node(self._address, self.size, node)

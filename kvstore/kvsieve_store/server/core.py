@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from typing import Literal
 
 from kvsieve.v1 import store_pb2 as pb
@@ -20,6 +21,7 @@ from kvsieve_store.protocol.limits import (
     SESSION_ID_BYTES,
 )
 from kvsieve_store.protocol.spec import PoolSpec
+from kvsieve_store.server.clock import Clock
 from kvsieve_store.server.streams import SessionStream, credits_message
 from kvsieve_store.settings import StoreSettings
 from kvsieve_store.state import Grant, StateSettings, StoreState
@@ -41,7 +43,14 @@ class Core:
     stop_requested: set when the process is to end.
     """
 
-    def __init__(self, settings: StoreSettings, arena: Arena, stop_requested: asyncio.Event) -> None:
+    def __init__(
+        self,
+        settings: StoreSettings,
+        arena: Arena,
+        stop_requested: asyncio.Event,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """monotonic: seconds, from which the store's clock takes its time."""
         self.settings = settings
         self.arena = arena
         self.state = StoreState(
@@ -63,19 +72,21 @@ class Core:
         self.has_fencing = asyncio.Event()
         self.draining = asyncio.Event()
         self.stop_requested = stop_requested
-        self._started = self.now()
+        self._monotonic = monotonic
+        self._clock = Clock(monotonic)
+        self._started = monotonic()
         self._drain: asyncio.Task[int] | None = None
         self._streams: dict[bytes, SessionStream] = {}
         self._locks: dict[bytes, SessionLock] = {}
 
     def now(self) -> float:
-        """Monotonic seconds."""
-        return time.monotonic()
+        """Monotonic seconds, without those in which the process stood still."""
+        return self._clock.now()
 
     @property
     def uptime(self) -> float:
         """Seconds since the start."""
-        return self.now() - self._started
+        return self._monotonic() - self._started
 
     def why_not_ready(self) -> str | None:
         """Why the store serves no engines now; None when it does."""
@@ -83,6 +94,8 @@ class Core:
             return f"the store prefaults its arena: {self.prefaulted:.0%} done; try again"
         if self.phase == "draining":
             return "the store is draining: it is about to stop"
+        if missing := self.arena.missing():
+            return f"arena: {missing} is gone, and with it the way to attach; restart the store"
         return None
 
     # Sessions
@@ -149,6 +162,8 @@ class Core:
 
     def tick(self) -> None:
         """Once a second: leases and sessions that ran out, eviction ahead, credits for who lacks them."""
+        if lost := self._clock.tick():
+            _log.warning("the store stood still for %.1f s; its engines get that time back", lost)
         now = self.now()
         for session_id in self.state.tick(now):
             self.end_session(session_id, f"silent for {self.settings.session_timeout:g} s")
