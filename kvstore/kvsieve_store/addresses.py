@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from kvsieve_store.errors import SettingsError
 
@@ -36,6 +37,11 @@ class UnixAddress:
 
     def __str__(self) -> str:
         return f"unix://{self.path}"
+
+    @property
+    def grpc_target(self) -> str:
+        """As gRPC takes it, on both sides: it decodes %41 in a path."""
+        return f"unix:{quote(os.fsencode(self.path))}"
 
 
 @dataclass(frozen=True, slots=True)

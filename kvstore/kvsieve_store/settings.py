@@ -103,7 +103,7 @@ class StoreSettings(BaseModel):
     numa_node: Annotated[int | None, BeforeValidator(_none_if_empty)] = Field(
         None, description="NUMA node that the arena's memory comes from.", ge=0
     )
-    prefault: bool = Field(True, description="Touch all memory of the arena before serving.")
+    prefault: bool = Field(True, description="Touch all memory of the arena before serving, else reserve it.")
     pool_quota: Size = Field(ByteSize(0), description="Most that one pool may own; 0: the whole arena.")
     quotas: Annotated[dict[str, Size], BeforeValidator(_quotas)] = Field(
         default_factory=dict, description="Quota of single pools, NAME=SIZE, instead of pool_quota."

@@ -13,7 +13,7 @@ def grpc_target(endpoint: str) -> str:
     except ValueError as error:
         raise InvalidRequestError(f"endpoint: {error}") from None
     if isinstance(address, UnixAddress):
-        return f"unix:{address.path}"
+        return address.grpc_target
     if address.port == 0:
         raise InvalidRequestError(f"endpoint: {endpoint!r}: port 0 given, 1 to 65535 allowed")
     return f"dns:///{address.host_port}"

@@ -107,7 +107,6 @@ class Store:
             if isinstance(address, UnixAddress):
                 lock = sockets.claim(address.path)
                 self._exits.callback(lock.close)
-                self._exits.callback(sockets.remove, address.path)
         arena = Arena.create(
             settings.hugepages or settings.shm_dir,
             settings.pool_size,
@@ -148,7 +147,12 @@ class Store:
         reflection.enable_server_reflection(
             (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
-        core.listening = [str(_bind(server, address)) for address in self.settings.addresses]
+        for address in self.settings.addresses:
+            if isinstance(address, UnixAddress):
+                self._exits.callback(sockets.bind(server, address))
+                core.listening.append(str(address))
+            else:
+                core.listening.append(str(_bind(server, address)))
         await server.start()
 
         async def stop() -> None:
@@ -159,23 +163,25 @@ class Store:
         self._exits.push_async_callback(stop)
 
     async def _get_ready(self, core: Core) -> None:
-        """Prefaults, then opens for engines, and closes for them when a drain begins."""
-        if self.settings.prefault:
-            loop = asyncio.get_running_loop()
+        """Prefaults, or reserves, then opens for engines, and closes for them when a drain begins."""
+        loop = asyncio.get_running_loop()
 
-            def progress(share: float) -> None:
-                loop.call_soon_threadsafe(setattr, core, "prefaulted", share)
+        def progress(share: float) -> None:
+            loop.call_soon_threadsafe(setattr, core, "prefaulted", share)
 
-            self._prefault = asyncio.create_task(
-                asyncio.to_thread(core.arena.prefault, progress, self._stop_prefault)
-            )
-            try:
-                await asyncio.shield(self._prefault)
-            except Exception as error:
-                self._failure = error
-                self._ready.set()
-                self.request_stop()
-                return
+        arena, stop = core.arena, self._stop_prefault
+        self._prefault = asyncio.create_task(
+            asyncio.to_thread(arena.prefault, progress, stop)
+            if self.settings.prefault
+            else asyncio.to_thread(arena.reserve, stop)
+        )
+        try:
+            await asyncio.shield(self._prefault)
+        except Exception as error:
+            self._failure = error
+            self._ready.set()
+            self.request_stop()
+            return
         if core.phase == "prefaulting":
             core.phase = "ready"
             await self._set_health(serving=True)
@@ -220,13 +226,9 @@ class Store:
         self._exits.push_async_callback(stop)
 
 
-def _bind(server: grpc.aio.Server, address: UnixAddress | TcpAddress) -> UnixAddress | TcpAddress:
+def _bind(server: grpc.aio.Server, address: TcpAddress) -> TcpAddress:
     """Listens on an address; returns it with its real port. Raises SettingsError."""
     try:
-        if isinstance(address, UnixAddress):
-            with sockets.owner_only():
-                server.add_insecure_port(f"unix:{address.path}")
-            return address
         return TcpAddress(address.host, server.add_insecure_port(address.host_port))
     except RuntimeError:
         raise SettingsError(f"listen: can't listen on {address}; is the address in use?") from None
