@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 
@@ -14,6 +15,7 @@ from kvsieve.v1 import admin_pb2 as admin
 from kvsieve_store import __version__
 from kvsieve_store.arena import Arena
 from kvsieve_store.server import Store
+from kvsieve_store.server import http as server_http
 
 from .conftest import EXTENT, SLOTS_PER_EXTENT, Engine, fails, until
 
@@ -139,3 +141,73 @@ async def test_every_metric_is_documented(engine: Engine, store: Store, pytestco
         names = {name.removesuffix(suffix) for name in names}
     counters = {name.removesuffix("_total") for name in names if name.endswith("_total")}
     assert sorted(name for name in names - counters if f"`{name}`" not in page) == []
+
+
+# Few connections, and short ones
+
+
+async def open_http(store: Store) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    assert store.http_address is not None
+    return await asyncio.open_connection(store.http_address.host, store.http_address.port)
+
+
+async def closed(reader: asyncio.StreamReader) -> bool:
+    """Reads to the end; whether the store had nothing to say."""
+    try:
+        return await reader.read() == b""
+    except ConnectionResetError:
+        return True
+
+
+async def test_connections_beyond_the_limit_are_closed_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_http, "_MAX_CONNECTIONS", 3)
+    held = [await open_http(store) for _ in range(3)]
+    reader, writer = await open_http(store)
+    assert await closed(reader)
+    writer.close()
+    for _, held_writer in held:
+        held_writer.close()
+
+    async def answers() -> bool:
+        try:
+            return (await get(store, "/healthz"))[0] == 200
+        except aiohttp.ClientError:
+            return False
+
+    await until(answers)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: store\r\n"])
+async def test_a_connection_that_sends_no_complete_request_is_closed(
+    store: Store, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(server_http, "_CONNECTION_SECONDS", 0.2)
+    reader, writer = await open_http(store)
+    writer.write(sent)
+    assert await closed(reader)
+    writer.close()
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/nothing"])
+async def test_one_request_a_connection(store: Store, path: str) -> None:
+    reader, writer = await open_http(store)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: store\r\n\r\n".encode())
+    assert b"connection: close" in (await reader.read()).lower()
+    writer.close()
+
+
+async def test_not_ready_once_the_arena_is_gone(store: Store, engine: Engine) -> None:
+    arena = store.core.arena.path
+    away = arena.rename(arena.with_name("away"))
+    status, reason = await get(store, "/readyz")
+    assert (status, reason) == (
+        503,
+        f"arena: {arena} is gone, and with it the way to attach; restart the store\n",
+    )
+    refused = Engine(store.endpoints[0])
+    await fails(refused.attach(), grpc.StatusCode.UNAVAILABLE, f"{arena} is gone")
+    await refused.close()
+    away.rename(arena)
+    assert (await get(store, "/readyz"))[0] == 200

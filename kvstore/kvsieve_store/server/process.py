@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Coroutine
 
 from kvsieve_store.errors import KVSieveError
-from kvsieve_store.server import logs
+from kvsieve_store.server import descriptors, logs
 from kvsieve_store.server.store import Store
 from kvsieve_store.settings import StoreSettings
 
@@ -23,12 +23,14 @@ Companion = Callable[[Store], Coroutine[None, None, None]]
 def run(settings: StoreSettings, companion: Companion | None = None) -> int:
     """Serves until SIGTERM, SIGINT or a drain. Exit code: 0, or 1 when the store could not start."""
     logs.configure(settings.log_level, settings.log_format)
+    descriptors.raise_limit()
     return asyncio.run(_serve(settings, companion))
 
 
 async def _serve(settings: StoreSettings, companion: Companion | None) -> int:
     store = Store(settings)
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(descriptors.exception_handler(loop.time))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, store.request_stop)
     try:
