@@ -156,7 +156,7 @@ async def test_a_session_short_of_credits_gets_them_when_slots_are_free(
         ({"engine_id": "x" * 257}, INVALID, "engine_id"),
         ({"client": "x" * 257}, INVALID, "client"),
         ({"credit_target": MAX_CREDITS + 1}, INVALID, "credit_target: 16385 given"),
-        ({"spec": pb.PoolSpec()}, INVALID, "pool.name"),
+        ({"spec": pb.PoolSpec()}, INVALID, "pool.planes"),
         ({"spec": replace(SPEC, layout="other")}, grpc.StatusCode.FAILED_PRECONDITION, "layout: 'other'"),
         (
             {"spec": replace(SPEC, name="large", planes=(Plane("main", (EXTENT,)),))},
