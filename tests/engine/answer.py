@@ -16,7 +16,7 @@ from tests.engine.generate import generate, prompt
 
 
 def main(model: str, endpoint: str) -> None:
-    with run_engine(Path(model), endpoint) as llm:
+    with run_engine(Path(model), endpoint, dtype="float32") as llm:
         generate(llm, [prompt(8, 77)])
         print("ready", flush=True)
         answers = generate(llm, json.load(sys.stdin))

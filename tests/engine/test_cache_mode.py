@@ -20,7 +20,9 @@ PROMPTS = [prompt(n, seed) for seed, n in enumerate(LENGTHS)]
 MODELS = [
     pytest.param("tiny_qwen3", 32, {}, id="gqa"),
     pytest.param("tiny_qwen3", 32, {"max_num_batched_tokens": 256}, id="gqa-chunked"),
-    pytest.param("tiny_qwen3", 32, {"enable_prefix_caching": False}, id="gqa-no-local-cache"),
+    pytest.param(
+        "tiny_qwen3", 32, {"enable_prefix_caching": False, "dtype": "float32"}, id="gqa-no-local-cache"
+    ),
     pytest.param("tiny_qwen3", 32, {"dtype": "float32"}, id="gqa-float32"),
     pytest.param("tiny_qwen3", 32, {"kv_cache_dtype": "fp8"}, id="gqa-fp8"),
     pytest.param("tiny_gemma3", 32, {"max_num_batched_tokens": 256}, id="sliding-window"),
@@ -28,13 +30,19 @@ MODELS = [
 ]
 
 
-ROUNDING = 1e-5
-"""Nats: two engines of one process may differ so much in float32, without any connector."""
+ROUNDING = 1e-3
+"""Nats: two engines of one process may differ a little in float32, without any connector, and so may a prompt
+computed in one chunk or two. One step of bfloat16 is ten times as much."""
 
 
 def full_blocks(length: int, block: int) -> int:
     """Tokens of a prompt that can be loaded: whole blocks, and the last token is computed always."""
     return (length - 1) // block * block
+
+
+def one_by_one(llm: Any) -> list[Answer]:
+    """Answers to the prompts, each alone in its batch, so that batches are the same in each run."""
+    return [generate(llm, [ids])[0] for ids in PROMPTS]
 
 
 @pytest.mark.parametrize(("model", "block", "args"), MODELS)
@@ -44,23 +52,20 @@ def test_a_second_engine_loads_what_the_first_saved(
     path: Path = request.getfixturevalue(model)
     with engine(path, **args) as llm:
         plain = generate(llm, PROMPTS)
-        warm = generate(llm, PROMPTS)  # from the engine's own prefix cache, where it has one
-        llm.reset_prefix_cache()
-        again = generate(llm, PROMPTS)
+        # From the engine's own prefix cache, where it has one: the same chunks and batches as from the store.
+        warm, again = one_by_one(llm), one_by_one(llm)
     with engine(path, store.endpoint, **args) as llm:
         saved = generate(llm, PROMPTS)
         seals_done(llm)
     with engine(path, store.endpoint, disable_log_stats=False, **args) as llm:
-        loaded = generate(llm, PROMPTS)
+        loaded = one_by_one(llm)
         stats = counters(llm)
 
-    # The engine against itself: two runs, and with and without its own prefix cache (other chunk boundaries).
-    rerun = max(a.distance(b) for a, b in zip(plain, again, strict=True))
-    spread = max(rerun, *(a.distance(b) for a, b in zip(plain, warm, strict=True)))
+    spread = max(a.distance(b) for a, b in zip(warm, again, strict=True))
     assert [a.cached for a in saved] == [0] * len(PROMPTS)
-    assert max(a.distance(b) for a, b in zip(plain, saved, strict=True)) <= rerun + ROUNDING
+    assert max(a.distance(b) for a, b in zip(plain, saved, strict=True)) <= ROUNDING
     assert [a.cached for a in loaded] == [full_blocks(n, block) for n in LENGTHS]
-    assert max(a.distance(b) for a, b in zip(plain, loaded, strict=True)) <= spread + 1e-3
+    assert max(a.distance(b) for a, b in zip(warm, loaded, strict=True)) <= spread + ROUNDING
     assert stats["loaded_blocks"] == sum(full_blocks(n, block) for n in LENGTHS) // block
     assert stats["failed_loads"] == 0
 

@@ -125,7 +125,7 @@ def test_two_engines_share_prefixes_while_both_run(
     """The second engine, a process of its own, is there before the first saves; it finds the prefixes."""
     script = Path(__file__).parent / "answer.py"
     ids = [prompt(600, seed) for seed in range(3)]
-    with engine(tiny_qwen3, store.endpoint) as first:
+    with engine(tiny_qwen3, store.endpoint, dtype="float32") as first:
         command = [sys.executable, str(script), str(tiny_qwen3), store.endpoint]
         second = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
