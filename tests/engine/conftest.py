@@ -68,8 +68,15 @@ def run_engine(model: Path, endpoint: str | None = None, **args: Any) -> Iterato
     }
     if endpoint is not None:
         settings["kv_transfer_config"] = KVTransferConfig(**transfer_config(endpoint, **own))
+    with running(LLM, {"model": str(model)} | settings | args) as llm:
+        yield llm
+
+
+@contextmanager
+def running(make: Callable[..., Any], settings: dict[str, Any]) -> Iterator[Any]:
+    """make(**settings): an engine in this process, shut down at the end."""
     try:
-        llm = LLM(model=str(model), **(settings | args))
+        llm = make(**settings)
     except BaseException:
         # A start that failed half-way leaves its worker's connector behind, in this process.
         from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown

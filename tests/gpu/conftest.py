@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import MODEL_CACHE, ROOT
-from tests.engine.conftest import transfer_config
+from tests.engine.conftest import running, transfer_config
 
 
 def has_cuda() -> bool:
@@ -36,8 +36,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @contextmanager
 def run_gpu_engine(model: Path, endpoint: str | None = None, **args: Any) -> Iterator[Any]:
     """A vllm.LLM on the device, with the connector on the store at `endpoint`, or without one."""
-    import gc
-
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -52,13 +50,8 @@ def run_gpu_engine(model: Path, endpoint: str | None = None, **args: Any) -> Ite
     own = {"match_timeout_ms": 20_000, "connect_timeout_ms": 20_000} | args.pop("kvsieve", {})
     if endpoint is not None:
         settings["kv_transfer_config"] = KVTransferConfig(**transfer_config(endpoint, **own))
-    llm = LLM(model=str(model), **(settings | args))
-    try:
+    with running(LLM, {"model": str(model)} | settings | args) as llm:
         yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
 
 
 @pytest.fixture

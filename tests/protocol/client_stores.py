@@ -112,3 +112,11 @@ def store_thread(*, wait: bool = True, **settings: Any) -> Iterator[str]:
         thread.join(30)
         loop.close()
         shutil.rmtree(home, ignore_errors=True)
+
+
+def client(endpoint: str, **options: Any) -> StoreClient:
+    """An attached client; its credits are few against the 480 slots of the arena."""
+    started = StoreClient(endpoint, SPEC, **({"engine_id": "test", "credit_target": 16} | options))
+    started.start()
+    started.wait_attached(20)
+    return started

@@ -19,9 +19,12 @@ import pytest
 from kvsieve.v1 import admin_pb2 as admin
 from kvsieve.v1 import admin_pb2_grpc, store_pb2_grpc
 from kvsieve.v1 import store_pb2 as pb
+from kvsieve_store.client import AdminClient
 from kvsieve_store.protocol.spec import Plane, PoolSpec
 from kvsieve_store.server import Store
 from kvsieve_store.settings import StoreSettings
+from tests.protocol.client_stores import store_thread
+from tests.protocol.client_stores import until as settled
 
 EXTENT = 1 << 20
 EXTENTS = 8
@@ -268,3 +271,18 @@ def spawn(tmp_path: Path) -> Iterator[Callable[..., StoreProcess]]:
         # A killed store would leave its arena behind.
         store.process.terminate()
         store.process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """Address of a store on a thread of this process, for the tests of a module."""
+    with store_thread() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def empty(endpoint: str) -> None:
+    """The test begins with an empty store at `endpoint`."""
+    with AdminClient(endpoint) as admin:
+        settled(lambda: admin.status().sessions == 0 and not admin.list_sessions().sessions)
+        admin.clear()
