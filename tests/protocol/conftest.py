@@ -126,6 +126,12 @@ class Engine:
 
     async def seal(self, *numbers: int, parents: bytes | None = None) -> list[int]:
         """Seals the next credits under these keys, as one chain; returns their status."""
+        return list((await self.seal_and_lease(*numbers, parents=parents, lease_ms=0)).status)
+
+    async def seal_and_lease(
+        self, *numbers: int, parents: bytes | None = None, lease_ms: int
+    ) -> pb.SealResponse:
+        """As seal(), with a lease; returns the answer."""
         refs = [self.credits.pop(0) for _ in numbers]
         chain = (ROOT + keys(*numbers))[: 32 * len(numbers)]
         answer = await self.store.Seal(
@@ -135,10 +141,11 @@ class Engine:
                 parents=chain if parents is None else parents,
                 slots=[slot for slot, _ in refs],
                 generations=[generation for _, generation in refs],
+                lease_ms=lease_ms,
             )
         )
         self.take(answer.credits)
-        return list(answer.status)
+        return answer
 
     async def match(self, *numbers: int, lease_ms: int = 0) -> pb.MatchResponse:
         return await self.store.Match(

@@ -81,6 +81,26 @@ async def test_a_key_that_is_there_is_a_duplicate_and_its_slot_is_free_again(eng
     assert len(engine.credits) == 4
 
 
+async def test_a_seal_with_a_lease_leases_what_it_sealed_and_leaves_duplicates(engine: Engine) -> None:
+    assert (await engine.seal_and_lease(1, lease_ms=0)).lease_id == 0
+    kept, sealed = engine.credits[:2]
+    answer = await engine.seal_and_lease(1, 2, lease_ms=60_000)
+    assert answer.status == [pb.SEAL_STATUS_DUPLICATE, pb.SEAL_STATUS_SEALED]
+    assert answer.lease_id > 0
+    assert len(answer.credits.slots) == 1  # four are held: the duplicate is one of them
+    assert "leases: 1" in await snapshot(engine)
+    found = await engine.match(2)
+    assert (found.slots[0], found.generations[0]) == sealed
+    back = await engine.store.Release(
+        pb.ReleaseRequest(
+            session_id=engine.session_id, lease_ids=[answer.lease_id], slots=[kept[0]], generations=[kept[1]]
+        )
+    )
+    assert (back.leases, back.slots) == (1, 1)
+    only = await engine.seal_and_lease(2, lease_ms=60_000)
+    assert (only.status, only.lease_id) == ([pb.SEAL_STATUS_DUPLICATE], 0)
+
+
 async def test_reserve_grants_what_is_there(engine: Engine) -> None:
     granted = await engine.store.Reserve(pb.ReserveRequest(session_id=engine.session_id, count=3))
     assert len(granted.credits.slots) == 3
@@ -164,6 +184,7 @@ async def test_reserve_refuses(engine: Engine, count: int) -> None:
         ({"parents": b"x"}, INVALID, "parents: 1 bytes given"),
         ({"slots": [0]}, INVALID, "slots: 1 entries given, 2 required"),
         ({"generations": [1, 1, 1]}, INVALID, "generations: 3 entries given, 2 required"),
+        ({"lease_ms": MAX_LEASE_MS + 1}, INVALID, "lease_ms: 600001 given, 0 to 600000 allowed"),
         ({"generations": [1, 2]}, PRECONDITION, "generations[1]: slot 1 is held under generation 1, 2 given"),
         ({"slots": [0, 0]}, PRECONDITION, "slots[1]"),
         ({"slots": [0, 5]}, PRECONDITION, "slots[1]"),

@@ -14,6 +14,7 @@ from kvsieve_store.errors import (
     PoolMismatchError,
     SlotNotHeldError,
 )
+from kvsieve_store.protocol.limits import MAX_LEASE_MS
 from kvsieve_store.protocol.spec import PoolSpec
 from kvsieve_store.state import Cleared, Evicted
 from tests.unit.state_driver import ROOT, spec
@@ -31,8 +32,9 @@ from tests.unit.state_model import (
 
 names = st.sampled_from(sorted(POOLS))
 some_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=8)
+lease_lengths = st.sampled_from([0, 500, 3000])
 few_keys = st.lists(st.sampled_from(KEYS), max_size=3)
-faults = st.sampled_from(["slot", "generation", "twice", "zero key", "short key", "length"])
+faults = st.sampled_from(["slot", "generation", "twice", "zero key", "short key", "length", "lease"])
 
 
 class StoreMachine(CheckedStoreModel):
@@ -165,26 +167,30 @@ class StoreMachine(CheckedStoreModel):
         self.took(session_id, grant, count)
 
     @precondition(lambda self: self.holders())
-    @rule(data=st.data(), new_keys=some_keys)
-    def seal(self, data: st.DataObject, new_keys: list[bytes]) -> None:
+    @rule(data=st.data(), new_keys=some_keys, lease_ms=lease_lengths)
+    def seal(self, data: st.DataObject, new_keys: list[bytes], lease_ms: int) -> None:
         session_id = data.draw(st.sampled_from(self.holders()))
         parents = [data.draw(st.sampled_from([ROOT, *KEYS])) for _ in new_keys]
-        self.seal_held(session_id, new_keys, parents)
+        self.seal_held(session_id, new_keys, parents, lease_ms)
 
     @precondition(lambda self: self.live())
-    @rule(data=st.data(), start=st.integers(0, len(KEYS) - 1), count=st.integers(1, 7))
-    def save_chain(self, data: st.DataObject, start: int, count: int) -> None:
+    @rule(
+        data=st.data(), start=st.integers(0, len(KEYS) - 1), count=st.integers(1, 7), lease_ms=lease_lengths
+    )
+    def save_chain(self, data: st.DataObject, start: int, count: int, lease_ms: int) -> None:
         """Reserve and seal in one, in the way of an engine: the next blocks of a chain."""
         session_id = self.draw_session(data)
         new_keys = KEYS[start : start + count]
         self.reserve_slots(session_id, len(new_keys))
         if self.sessions[session_id].held:
-            self.seal_held(session_id, new_keys, [KEYS[start - 1] if start else ROOT, *new_keys])
+            self.seal_held(session_id, new_keys, [KEYS[start - 1] if start else ROOT, *new_keys], lease_ms)
 
     def holders(self) -> list[bytes]:
         return [session_id for session_id in self.live() if self.sessions[session_id].held]
 
-    def seal_held(self, session_id: bytes, new_keys: list[bytes], parents: list[bytes]) -> None:
+    def seal_held(
+        self, session_id: bytes, new_keys: list[bytes], parents: list[bytes], lease_ms: int
+    ) -> None:
         """Seals as many of the keys as the session holds slots."""
         session = self.sessions[session_id]
         blocks = self.blocks[session.pool]
@@ -196,12 +202,17 @@ class StoreMachine(CheckedStoreModel):
             np.array([slot for _, _, slot in entries], np.uint32),
             np.array([session.held[slot] for _, _, slot in entries], np.uint32),
             self.now,
+            lease_ms,
         )
+        new: set[bytes] = set()
         for (k, parent, slot), status in zip(entries, sealed.status.tolist(), strict=True):
-            generation = session.held.pop(slot)
             assert status == (2 if k in blocks else 1)
             if status == 1:
-                blocks[k] = Block(slot, generation, parent if parent in blocks else b"")
+                blocks[k] = Block(slot, session.held.pop(slot), parent if parent in blocks else b"")
+                new.add(k)
+            elif not lease_ms:
+                del session.held[slot]
+        self.leased_now(session_id, sealed.lease_id, new, lease_ms)
         session.last_seen = self.now
         self.took(session_id, sealed.grant, self.credits(session_id) - len(session.held))
 
@@ -211,7 +222,7 @@ class StoreMachine(CheckedStoreModel):
         session_id = self.draw_session(data)
         held = self.sessions[session_id].held
         slots, generations = [*held][:2], [*held.values()][:2]
-        block_keys, error = KEYS[: len(slots)], SlotNotHeldError
+        block_keys, error, lease_ms = KEYS[: len(slots)], SlotNotHeldError, 0
         if fault == "slot" or not slots:
             taken = data.draw(st.sampled_from([slot for slot in [*range(20), 2**32 - 1] if slot not in held]))
             slots, generations = [*slots, taken], [*generations, 1]
@@ -221,18 +232,19 @@ class StoreMachine(CheckedStoreModel):
         elif fault == "twice":
             slots, generations, block_keys = slots * 2, generations * 2, KEYS[: 2 * len(slots)]
         else:
-            error = InvalidRequestError
+            error, lease_ms = InvalidRequestError, MAX_LEASE_MS + (fault == "lease")
             block_keys = {
                 "zero key": [*block_keys[:-1], ROOT],
                 "short key": [*block_keys[:-1], b"x" * 31],
                 "length": [*block_keys, KEYS[9]],
+                "lease": block_keys,
             }[fault]
-        arguments = (np.array(slots, np.uint32), np.array(generations, np.uint32), self.now)
+        arguments = (np.array(slots, np.uint32), np.array(generations, np.uint32), self.now, lease_ms)
         parents = bytes(32 * len(block_keys))
         self.refuses(error, lambda: self.state.seal(session_id, b"".join(block_keys), parents, *arguments))
 
     @precondition(lambda self: self.live())
-    @rule(data=st.data(), count=st.integers(1, 8), lease_ms=st.sampled_from([0, 500, 3000]))
+    @rule(data=st.data(), count=st.integers(1, 8), lease_ms=lease_lengths)
     def match(self, data: st.DataObject, count: int, lease_ms: int) -> None:
         with_blocks = [
             session_id for session_id in self.live() if self.blocks[self.sessions[session_id].pool]
@@ -250,14 +262,18 @@ class StoreMachine(CheckedStoreModel):
         match = self.state.match(session_id, b"".join(wanted), lease_ms, self.now)
         assert match.slots.tolist() == [blocks[k].slot for k in prefix]
         assert match.generations.tolist() == [blocks[k].generation for k in prefix]
-        assert (match.lease_id > 0) == bool(prefix and lease_ms)
-        assert match.lease_id not in self.leases
-        if match.lease_id:
-            seconds = lease_ms / 1000
-            self.leases[match.lease_id] = LeaseModel(session_id, set(prefix), seconds, self.now + seconds)
-            session.leases.add(match.lease_id)
+        self.leased_now(session_id, match.lease_id, set(prefix), lease_ms)
         session.last_seen = self.now
         self.settle()
+
+    def leased_now(self, session_id: bytes, lease_id: int, leased: set[bytes], lease_ms: int) -> None:
+        """Books the lease of a match or a seal; none when there is nothing to lease."""
+        assert (lease_id > 0) == bool(leased and lease_ms)
+        assert lease_id not in self.leases
+        if lease_id:
+            seconds = lease_ms / 1000
+            self.leases[lease_id] = LeaseModel(session_id, leased, seconds, self.now + seconds)
+            self.sessions[session_id].leases.add(lease_id)
 
     @precondition(lambda self: self.live())
     @rule(data=st.data())

@@ -57,9 +57,10 @@ class StoreService(store_pb2_grpc.StoreServicer):
             _array(request.slots),
             _array(request.generations),
             self._core.now(),
+            request.lease_ms,
         )
         self._core.prepare(request.session_id, sealed.grant)
-        reply = pb.SealResponse(credits=credits_message(sealed.grant))
+        reply = pb.SealResponse(credits=credits_message(sealed.grant), lease_id=sealed.lease_id)
         reply.status.extend(sealed.status.tolist())
         return reply
 

@@ -135,13 +135,17 @@ class Pool:
             raise SlotNotHeldError(f"slots[{i}]: slot {slots[i]} is given twice")
         return at
 
-    def seal(self, keys: KeyArray, parents: KeyArray, slots: SlotArray) -> U8Array:
-        """Writing -> sealed, or free again where the key is there already. Returns a SealStatus per entry.
+    def fresh(self, keys: KeyArray) -> BoolArray:
+        """Marks the keys that are not there yet, each once."""
+        return (self.index.find(keys) < 0) & _first_of_each(keys)
+
+    def seal(self, keys: KeyArray, parents: KeyArray, slots: SlotArray, fresh: BoolArray) -> U8Array:
+        """Writing -> sealed where the key is fresh(); a duplicate's slot stays as it is, to be given back.
+        Returns a SealStatus per entry.
 
         A parent counts only if it was sealed before, in this batch or earlier; so no block is its own
         ancestor, and parents are older than their children. Any other block is the first of its chain.
         """
-        fresh = (self.index.find(keys) < 0) & _first_of_each(keys)
         new, table = slots[fresh], self.table
         table.key[new] = keys[fresh]
         table.state[new] = SEALED
@@ -149,12 +153,9 @@ class Pool:
         self.index.insert(keys[fresh], new)
         self.sieve.append(new)
         self._link(new, parents[fresh])
-        back = slots[~fresh]
-        table.free(back)
-        self._free.push(back)
-        self.writing -= len(slots)
+        self.writing -= len(new)
         self.counters.sealed_blocks += len(new)
-        self.counters.duplicate_blocks += len(back)
+        self.counters.duplicate_blocks += len(slots) - len(new)
         return np.where(fresh, SEAL_SEALED, SEAL_DUPLICATE).astype(np.uint8)
 
     def _link(self, new: SlotArray, parents: KeyArray) -> None:

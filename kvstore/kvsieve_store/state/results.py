@@ -35,10 +35,12 @@ class Match:
 
 @dataclass(frozen=True)
 class Sealed:
-    """status: [n] uint8, 1 sealed, 2 duplicate (proto SealStatus); grant: the session's top-up."""
+    """status: [n] uint8, 1 sealed, 2 duplicate (proto SealStatus); grant: the session's top-up; lease_id 0:
+    nothing leased."""
 
     status: U8Array
     grant: Grant
+    lease_id: int
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from kvsieve_store.protocol.layout import ExtentLayout, SlotLayout
 from kvsieve_store.protocol.limits import MAX_BATCH, MAX_CREDITS, MAX_LEASE_MS, MAX_MATCH_KEYS
 from kvsieve_store.protocol.spec import PoolSpec
 from kvsieve_store.state import admin
-from kvsieve_store.state.arrays import U32Array, as_keys, each_once
+from kvsieve_store.state.arrays import SlotArray, U32Array, as_keys, each_once
 from kvsieve_store.state.extents import ExtentLedger
 from kvsieve_store.state.leases import LeaseBook
 from kvsieve_store.state.pool import Pool
@@ -159,12 +159,7 @@ class StoreState:
         _check_range("lease_ms", lease_ms, 0, MAX_LEASE_MS)
         pool = session.pool
         slots = pool.find_prefix(wanted)
-        lease_id = 0
-        if lease_ms and len(slots):
-            leased = each_once(slots)
-            self._leases.check_room(session, leased)
-            pool.lease(leased)
-            lease_id = self._leases.add(session, leased, lease_ms / 1000, now).lease_id
+        lease_id = self._lease(session, slots, lease_ms, now)
         pool.visit(slots, len(wanted))
         _seen(session, now)
         return Match(slots.astype(np.uint32), pool.table.generation[slots], lease_id)
@@ -187,11 +182,15 @@ class StoreState:
         slots: U32Array,
         generations: U32Array,
         now: float,
+        lease_ms: int = 0,
     ) -> Sealed:
         """Makes written slots findable by key, all or none, and tops the session up.
 
         parents: per entry the key of the block before; all zero for the first of a chain. One that is not
         there (yet) is taken as none.
+        lease_ms: what is sealed is leased for so many milliseconds, and a duplicate's slot stays with the
+        session; 0: nothing is leased, and a duplicate's slot is free.
+        Raises CapacityError when the session has leased too much already.
         """
         session = self._sessions.get(session_id)
         new = as_keys("keys", keys, 1, MAX_BATCH)
@@ -202,12 +201,17 @@ class StoreState:
         empty = np.flatnonzero(~new.any(axis=1))
         if len(empty):
             raise InvalidRequestError(f"keys[{empty[0]}]: all zero, which stands for no block")
+        _check_range("lease_ms", lease_ms, 0, MAX_LEASE_MS)
         pool = session.pool
         at = pool.check_held(session.ordinal, slots, generations)
-        status = pool.seal(new, above, at)
-        session.held -= len(at)
+        fresh = pool.fresh(new)
+        lease_id = self._lease(session, at[fresh], lease_ms, now)
+        status = pool.seal(new, above, at, fresh)
+        session.held -= int(np.count_nonzero(fresh))
+        if not lease_ms:
+            self._give_back(session, at[~fresh])
         _seen(session, now)
-        return Sealed(status, self._top_up(session))
+        return Sealed(status, self._top_up(session), lease_id)
 
     def release(
         self,
@@ -224,8 +228,7 @@ class StoreState:
         _check_length("generations", len(generations), "slots", len(slots))
         at = session.pool.check_held(session.ordinal, slots, generations)
         leases = sum(self._unlease(session, lease_id) for lease_id in lease_ids)
-        session.pool.give_back(at)
-        session.held -= len(at)
+        self._give_back(session, at)
         _seen(session, now)
         return Released(leases, len(at))
 
@@ -379,6 +382,19 @@ class StoreState:
 
     def _top_up(self, session: Session) -> Grant:
         return self._grant(session, session.credits - session.held)
+
+    def _give_back(self, session: Session, slots: SlotArray) -> None:
+        session.pool.give_back(slots)
+        session.held -= len(slots)
+
+    def _lease(self, session: Session, slots: SlotArray, lease_ms: int, now: float) -> int:
+        """A lease on the slots, which may be repeated; returns its id, 0 when there is nothing to lease."""
+        if not lease_ms or not len(slots):
+            return 0
+        leased = each_once(slots)
+        self._leases.check_room(session, leased)
+        session.pool.lease(leased)
+        return self._leases.add(session, leased, lease_ms / 1000, now).lease_id
 
     def _unlease(self, session: Session, lease_id: int) -> bool:
         lease = self._leases.take(session, lease_id)

@@ -195,26 +195,30 @@ class ReserveResponse(_message.Message):
     def __init__(self, credits: _Optional[_Union[Credits, _Mapping]] = ...) -> None: ...
 
 class SealRequest(_message.Message):
-    __slots__ = ("session_id", "keys", "parents", "slots", "generations")
+    __slots__ = ("session_id", "keys", "parents", "slots", "generations", "lease_ms")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     keys: bytes
     parents: bytes
     slots: _containers.RepeatedScalarFieldContainer[int]
     generations: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., slots: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
+    lease_ms: int
+    def __init__(self, session_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., slots: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class SealResponse(_message.Message):
-    __slots__ = ("status", "credits")
+    __slots__ = ("status", "credits", "lease_id")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     CREDITS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     status: _containers.RepeatedScalarFieldContainer[SealStatus]
     credits: Credits
-    def __init__(self, status: _Optional[_Iterable[_Union[SealStatus, str]]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ...) -> None: ...
+    lease_id: int
+    def __init__(self, status: _Optional[_Iterable[_Union[SealStatus, str]]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("session_id", "lease_ids", "slots", "generations")

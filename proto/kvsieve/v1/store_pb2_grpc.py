@@ -97,9 +97,11 @@ class StoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Seal(self, request, context):
-        """Makes written slots findable by key and immutable. All or nothing: if one entry is refused, none is sealed.
-        Errors: INVALID_ARGUMENT (lengths, too many), FAILED_PRECONDITION (a slot that this session does not hold,
-        or of another generation; the message names the entry), NOT_FOUND (unknown session).
+        """Makes written slots findable by key and immutable, and with lease_ms leases them in the same step. All or
+        nothing: if one entry is refused, none is sealed.
+        Errors: INVALID_ARGUMENT (lengths, too many, lease_ms too long), FAILED_PRECONDITION (a slot that this
+        session does not hold, or of another generation; the message names the entry), NOT_FOUND (unknown session),
+        RESOURCE_EXHAUSTED (with lease_ms: the session has leased too much; release some).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,7 +109,7 @@ class StoreServicer(object):
 
     def Release(self, request, context):
         """Gives back leases and unused slots. A lease that has expired already is skipped, not an error.
-        Errors: as Seal.
+        Errors: INVALID_ARGUMENT (lengths, too many), FAILED_PRECONDITION and NOT_FOUND as Seal.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
