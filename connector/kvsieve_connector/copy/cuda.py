@@ -1,27 +1,24 @@
-"""Copies on a CUDA worker: batches of DMA copies on streams of their own, from and to the registered arena.
+"""Copies on a CUDA worker: batches of copies on streams of their own, from and to the pinned arena.
 
-The arena is registered with CUDA (pinned) segment by segment on a thread, because pinning takes long; until
-that is done, saves fail and loads are refused, which costs only misses.
+The arena is pinned in the background (pinning.py), because that takes long; until it is done, saves fail and
+loads are refused, which costs only misses.
 """
 
 from __future__ import annotations
 
-import threading
-import time
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from vllm import _custom_ops as ops
-from vllm.logger import init_logger
 
 from kvsieve_connector.copy.base import CopyEngine, LayerPages, LoadResult, SaveResult
+from kvsieve_connector.copy.pieces import Pieces, Way, way_of
+from kvsieve_connector.copy.pinning import CudaRegistrar, Pinning
 
 if TYPE_CHECKING:
     from kvsieve_connector.metadata import BlockPages, LoadOrder, SaveOrder
     from kvsieve_store.client import ArenaMap
-
-logger = init_logger("vllm.kvsieve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +80,34 @@ class CudaCopyEngine(CopyEngine):
         self._save_stream = torch.cuda.Stream(self._device, priority=low)
         self._load_stream = torch.cuda.Stream(self._device, priority=low)
         self._arena: ArenaMap | None = None
-        self._registration: _Registration | None = None
+        self._load_way, self._save_way = _way(self._load_runs), _way(self._save_runs)
+        self._pinning: Pinning | None = None
         self._saves: list[tuple[list[SaveOrder], _Batch]] = []
         self._loads: list[tuple[LoadOrder, _Batch]] = []
         self._ended: list[LoadResult] = []
 
     @property
     def ready(self) -> bool:
-        return self._registration is not None and self._registration.done
+        return self._pinning is not None and self._pinning.done
+
+    @property
+    def pinning(self) -> Pinning | None:
+        """Of the arena in use. Whoever goes on reading that arena after use() of another retains it."""
+        return self._pinning
 
     def use(self, arena: ArenaMap | None) -> None:
         instance = arena.attachment.instance if arena is not None else None
-        if self._registration is not None and self._registration.instance != instance:
-            self._registration.undo()
-            self._registration = None
+        if self._pinning is not None and self._pinning.instance != instance:
+            self._pinning.release()
+            self._pinning = None
         self._arena = arena
-        if arena is not None and self._registration is None:
-            self._registration = _Registration(arena, self._device)
+        if arena is not None and self._pinning is None:
+            self._pinning = Pinning(
+                arena.attachment.instance,
+                arena.segments,
+                arena.attachment.extent_bytes,
+                CudaRegistrar(self._device),
+            )
 
     def drain(self) -> None:
         self._save_stream.synchronize()
@@ -112,8 +120,8 @@ class CudaCopyEngine(CopyEngine):
 
     def finish_saves(self, orders: list[SaveOrder], done_layers: int) -> None:
         blocks = [(order.slot, order.pages) for order in orders]
-        device, host, sizes = self._ranges(self._save_runs, blocks)
-        self._saves.append((orders, self._launch(self._save_stream, device, host, sizes)))
+        pieces = self._pieces(self._save_runs, blocks)
+        self._saves.append((orders, self._launch(self._save_stream, self._save_way, pieces)))
 
     def saved(self) -> SaveResult:
         jobs: list[int] = []
@@ -133,8 +141,8 @@ class CudaCopyEngine(CopyEngine):
             self._ended.append(LoadResult(order.req_id, False, 0, 0.0, 0))
             return
         blocks = [(ref.slot, pages) for ref, pages in zip(order.refs, order.pages, strict=True)]
-        device, host, sizes = self._ranges(self._load_runs, blocks)
-        self._loads.append((order, self._launch(self._load_stream, host, device, sizes)))
+        pieces = self._pieces(self._load_runs, blocks).reversed()
+        self._loads.append((order, self._launch(self._load_stream, self._load_way, pieces)))
 
     def loaded(self) -> list[LoadResult]:
         results, self._ended = self._ended, []
@@ -159,87 +167,32 @@ class CudaCopyEngine(CopyEngine):
         found = self._arena.generations([ref.slot for ref in order.refs])
         return bool(found.tolist() == [ref.generation for ref in order.refs])
 
-    def _launch(
-        self, stream: torch.cuda.Stream, sources: list[int], targets: list[int], sizes: list[int]
-    ) -> _Batch:
+    def _launch(self, stream: torch.cuda.Stream, way: Way, pieces: Pieces) -> _Batch:
         """Copies after all that is queued on the current stream: it may still use the blocks."""
         stream.wait_stream(torch.cuda.current_stream(self._device))
         begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(stream):
             begun.record()
-            _copy(sources, targets, sizes)
+            if pieces.sizes:
+                way(pieces, self._device)
             done.record()
-        return _Batch(sum(sizes), begun, done)
+        return _Batch(pieces.copied, begun, done)
 
-    def _ranges(
-        self, runs: list[_Run], blocks: list[tuple[int, BlockPages]]
-    ) -> tuple[list[int], list[int], list[int]]:
-        """Addresses in the paged cache, addresses in the arena, and sizes, of every run of every block."""
+    def _pieces(self, runs: list[_Run], blocks: list[tuple[int, BlockPages]]) -> Pieces:
+        """Every run of every block, from the paged cache to the arena."""
         assert self._arena is not None
-        device, host, sizes = [], [], []
+        pieces = Pieces()
         for slot, pages in blocks:
             base = self._arena.address(slot)
             for run in runs:
                 at = base + run.offset
                 for page in pages[run.group]:
                     if page:  # 0: out of a sliding window, nobody reads it
-                        device.append(run.start + page * run.stride)
-                        host.append(at)
-                        sizes.append(run.size)
+                        pieces.add(run.start + page * run.stride, at, run.size)
                     at += run.size
-        return device, host, sizes
+        return pieces
 
 
-class _Registration:
-    """Pins the arena's segments for one CUDA device, on a thread."""
-
-    def __init__(self, arena: ArenaMap, device: torch.device) -> None:
-        self.instance = arena.attachment.instance
-        self.done = False
-        self._segments = list(arena.segments)
-        self._pinned: list[int] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(device,), name="kvsieve-pin", daemon=True)
-        self._thread.start()
-
-    def undo(self) -> None:
-        self._stop.set()
-        self._thread.join()
-        for pointer in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(pointer)
-        self._pinned.clear()
-
-    def _run(self, device: torch.device) -> None:
-        torch.cuda.set_device(device)
-        started = time.monotonic()
-        for number, segment in enumerate(self._segments, 1):
-            if self._stop.is_set():
-                return
-            pointer = int(segment.ctypes.data)
-            error = torch.cuda.cudart().cudaHostRegister(pointer, segment.nbytes, 0)
-            if int(error) != 0:
-                logger.error(
-                    "kvsieve: pinning segment %d of %d (%d MiB) failed with CUDA error %s; blocks are "
-                    "neither saved nor loaded until the engine is started anew",
-                    number,
-                    len(self._segments),
-                    segment.nbytes >> 20,
-                    error,
-                )
-                return
-            self._pinned.append(pointer)
-        self.done = True
-        total = sum(segment.nbytes for segment in self._segments)
-        logger.info(
-            "kvsieve: pinned %.1f GiB of the arena in %.1f s", total / 2**30, time.monotonic() - started
-        )
-
-
-def _copy(sources: list[int], targets: list[int], sizes: list[int]) -> None:
-    """One driver call for all, on the current stream."""
-    if sources:
-        ops.swap_blocks_batch(
-            torch.tensor(sources, dtype=torch.int64),
-            torch.tensor(targets, dtype=torch.int64),
-            torch.tensor(sizes, dtype=torch.int64),
-        )
+def _way(runs: list[_Run]) -> Way:
+    numbers = [n for run in runs for n in (run.start, run.stride, run.size, run.offset)]
+    return way_of(max((run.size for run in runs), default=0), math.gcd(*numbers))

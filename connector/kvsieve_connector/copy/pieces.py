@@ -1,0 +1,76 @@
+"""Copies many pieces at once between the paged cache and the arena: by DMA, or by a kernel.
+
+A DMA engine starts each piece anew, which small ones feel; a kernel reads and writes host memory through its
+mapping and takes processors from the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from vllm import _custom_ops as ops
+
+KERNEL_BYTES = 0
+"""Pieces of at most so many bytes are copied by the kernel; 0: none are."""
+
+_KERNEL_ALIGN = 16
+
+
+@dataclass(slots=True)
+class Pieces:
+    """Pieces in no order: addresses to read and to write, and bytes of each."""
+
+    sources: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+    def add(self, source: int, target: int, size: int) -> None:
+        self.sources.append(source)
+        self.targets.append(target)
+        self.sizes.append(size)
+
+    @property
+    def copied(self) -> int:
+        """Bytes of all."""
+        return sum(self.sizes)
+
+    def reversed(self) -> Pieces:
+        """The same the other way round."""
+        return Pieces(self.targets, self.sources, self.sizes)
+
+
+Way = Callable[[Pieces, torch.device], None]
+"""Launches the copies on the current stream of the device. Pieces are one or more."""
+
+
+def way_of(largest: int, alignment: int, kernel_bytes: int = KERNEL_BYTES) -> Way:
+    """How to copy pieces of at most `largest` bytes; `alignment` divides their addresses and sizes."""
+    if largest <= kernel_bytes and alignment % _KERNEL_ALIGN == 0:
+        return by_kernel
+    return by_dma
+
+
+def by_dma(pieces: Pieces, device: torch.device) -> None:
+    """One call of the driver for all."""
+    ops.swap_blocks_batch(
+        torch.tensor(pieces.sources, dtype=torch.int64),
+        torch.tensor(pieces.targets, dtype=torch.int64),
+        torch.tensor(pieces.sizes, dtype=torch.int64),
+    )
+
+
+def by_kernel(pieces: Pieces, device: torch.device) -> None:
+    """One launch for all."""
+    from kvsieve_connector.kernels.copy_blocks import copy_pieces
+
+    copy_pieces(
+        _on(device, pieces.sources, torch.int64),
+        _on(device, pieces.targets, torch.int64),
+        _on(device, pieces.sizes, torch.int32),
+    )
+
+
+def _on(device: torch.device, numbers: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
