@@ -7,6 +7,7 @@ loads are refused, which costs only misses.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,15 +91,10 @@ class CudaCopyEngine(CopyEngine):
     def ready(self) -> bool:
         return self._pinning is not None and self._pinning.done
 
-    @property
-    def pinning(self) -> Pinning | None:
-        """Of the arena in use. Whoever goes on reading that arena after use() of another retains it."""
-        return self._pinning
-
     def use(self, arena: ArenaMap | None) -> None:
         instance = arena.attachment.instance if arena is not None else None
         if self._pinning is not None and self._pinning.instance != instance:
-            self._pinning.release()
+            self._pinning.undo()
             self._pinning = None
         self._arena = arena
         if arena is not None and self._pinning is None:
@@ -108,6 +104,10 @@ class CudaCopyEngine(CopyEngine):
                 arena.attachment.extent_bytes,
                 CudaRegistrar(self._device),
             )
+
+    def leave(self) -> Callable[[], None]:
+        pinning, self._pinning, self._arena = self._pinning, None, None
+        return pinning.undo if pinning is not None else lambda: None
 
     def drain(self) -> None:
         self._save_stream.synchronize()
