@@ -25,7 +25,8 @@ def test_match(asked: list[bytes], limit: int) -> None:
 
 @given(sealed, limits)
 def test_seal(entries: list[SealEntry], limit: int) -> None:
-    requests = list(seal_requests(SESSION, entries, limit))
+    requests = list(seal_requests(SESSION, entries, 7, limit))
+    assert all(request.lease_ms == 7 for request in requests)
     assert all(0 < len(request.slots) <= limit for request in requests)
     assert b"".join(request.keys for request in requests) == b"".join(e.key for e in entries)
     assert b"".join(request.parents for request in requests) == b"".join(

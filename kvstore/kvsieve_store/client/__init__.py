@@ -3,7 +3,7 @@
 from kvsieve_store.client.admin import AdminClient
 from kvsieve_store.client.arena_map import ArenaMap
 from kvsieve_store.client.async_client import AsyncStoreClient
-from kvsieve_store.client.handles import Attachment, ClientState, Match, SealEntry, SealResult, SlotRef
+from kvsieve_store.client.handles import Attachment, ClientState, Held, Match, SealEntry, SealResult, SlotRef
 from kvsieve_store.client.store_client import StoreClient
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "AsyncStoreClient",
     "Attachment",
     "ClientState",
+    "Held",
     "Match",
     "SealEntry",
     "SealResult",

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Sequence
+from typing import Literal, overload
 
 import grpc
 
@@ -17,7 +18,7 @@ from kvsieve_store.client.backoff import LONGEST_SECONDS, Backoff
 from kvsieve_store.client.batches import check_entries, join_keys
 from kvsieve_store.client.channel import CHANNEL_OPTIONS
 from kvsieve_store.client.endpoint import grpc_target
-from kvsieve_store.client.handles import Attachment, ClientState, Match, SealEntry, SealResult, SlotRef
+from kvsieve_store.client.handles import Attachment, ClientState, Held, Match, SealEntry, SealResult, SlotRef
 from kvsieve_store.client.session import Session, Terms
 from kvsieve_store.errors import (
     CapacityError,
@@ -61,8 +62,8 @@ class AsyncStoreClient:
         spec: the pool to use; its name, and what its blocks are.
         engine_id: names the engine in listings and logs.
         credit_target: slots to keep granted ahead; 0 for a client that only reads.
-        lease_ms: length of the leases that match() takes, milliseconds. Held leases are renewed; the length
-            matters once the client is gone. 0: no leases; else at least MIN_LEASE_MS.
+        lease_ms: length of the leases that match() takes, and seal() with hold, milliseconds. Held leases are
+            renewed; the length matters once the client is gone. 0: no leases; else at least MIN_LEASE_MS.
         timeout: deadline of each call, seconds.
         on_change: called with the new state, once per change, in the event loop: it must not block.
         """
@@ -141,16 +142,34 @@ class AsyncStoreClient:
             raise UnavailableError(f"the store at {self.endpoint} is draining")
         return await session.match(joined) if joined else Match()
 
-    async def seal(self, entries: Sequence[SealEntry], *, epoch: int | None = None) -> list[SealResult]:
+    @overload
+    async def seal(
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: Literal[False] = False
+    ) -> list[SealResult]: ...
+    @overload
+    async def seal(
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: Literal[True]
+    ) -> Held: ...
+    async def seal(
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: bool = False
+    ) -> list[SealResult] | Held:
         """Makes written slots findable by key and immutable; one result per entry.
 
         Seals are done in the order of the calls. Beyond the store's batch limit they go in several steps, of
         which each is all or nothing. Raises UnavailableError when `epoch` is over, SlotNotHeldError and
         InvalidRequestError, which name the entry.
+
+        hold: for who goes on reading these slots. What is sealed is leased in the same step, and the slot of
+        a duplicate stays the caller's, until released or the session ends. A hold that raises left neither.
+        Raises CapacityError when the session has leased too much, InvalidRequestError from a client without
+        leases (lease_ms 0).
         """
         check_entries(entries)
         session = self._live(epoch)
-        return await session.seal(entries) if entries else []
+        if hold and not self._terms.lease_ms:
+            raise InvalidRequestError("hold: this client takes no leases (lease_ms is 0)")
+        held = await session.seal(entries, hold=hold) if entries else Held()
+        return held if hold else held.results
 
     async def release(
         self, lease_ids: Sequence[int] = (), refs: Sequence[SlotRef] = (), *, epoch: int | None = None

@@ -47,7 +47,9 @@ def match_requests(session_id: bytes, keys: bytes, lease_ms: int, limit: int) ->
         )
 
 
-def seal_requests(session_id: bytes, entries: Sequence[SealEntry], limit: int) -> Iterator[pb.SealRequest]:
+def seal_requests(
+    session_id: bytes, entries: Sequence[SealEntry], lease_ms: int, limit: int
+) -> Iterator[pb.SealRequest]:
     """At most `limit` entries each."""
     for batch in _cut(entries, limit):
         yield _message(
@@ -57,6 +59,7 @@ def seal_requests(session_id: bytes, entries: Sequence[SealEntry], limit: int) -
             parents=b"".join(entry.parent or _NO_PARENT for entry in batch),
             slots=[entry.ref.slot for entry in batch],
             generations=[entry.ref.generation for entry in batch],
+            lease_ms=lease_ms,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NamedTuple, overload
 
@@ -93,11 +93,30 @@ class SealEntry(NamedTuple):
 
 
 class SealResult(Enum):
-    """SEALED: findable from now on. DUPLICATE: the key was there; the slot is free again, the older block
-    stays."""
+    """SEALED: findable from now on. DUPLICATE: the key was there; the older block stays, the slot is free
+    again, or after a hold still the caller's."""
 
     SEALED = pb.SEAL_STATUS_SEALED
     DUPLICATE = pb.SEAL_STATUS_DUPLICATE
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What seal(..., hold=True) did. All its slots stay readable until they are released.
+
+    results: one per entry. SEALED: leased. DUPLICATE: the slot still belongs to the caller, unsealed.
+    lease_ids: what to give to release() for the sealed ones; empty when none was sealed.
+    epoch: the epoch that slots and leases belong to; 0 when nothing was asked.
+    """
+
+    results: list[SealResult] = field(default_factory=list)
+    lease_ids: tuple[int, ...] = ()
+    epoch: int = 0
+
+    def kept(self, entries: Sequence[SealEntry]) -> list[SlotRef]:
+        """Slots of the duplicates, to give to release(). entries: those given to seal()."""
+        pairs = zip(entries, self.results, strict=False)
+        return [entry.ref for entry, result in pairs if result is SealResult.DUPLICATE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +142,11 @@ class Attachment:
     slots_offset: int
     lock_path: str
     store_version: str
+
+    @property
+    def slots(self) -> int:
+        """Most slots that the pool could ever have: all of the arena, without a quota or other pools."""
+        return sum(size for _, size in self.segments) // self.extent_bytes * self.slots_per_extent
 
     @staticmethod
     def of(welcome: pb.Welcome, epoch: int) -> Attachment:

@@ -15,7 +15,7 @@ from kvsieve.v1.store_pb2_grpc import StoreStub
 from kvsieve_store.client import batches
 from kvsieve_store.client.channel import call_error
 from kvsieve_store.client.credits import Credits
-from kvsieve_store.client.handles import Attachment, Match, SealEntry, SealResult, SlotRef, SlotRefs
+from kvsieve_store.client.handles import Attachment, Held, Match, SealEntry, SealResult, SlotRef, SlotRefs
 from kvsieve_store.errors import KVSieveError, NotFoundError, PoolMismatchError, UnavailableError
 from kvsieve_store.protocol.limits import KEY_BYTES, MAX_BATCH
 
@@ -132,12 +132,22 @@ class Session:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            task.add_done_callback(self._give_back)
+            task.add_done_callback(self._match_unread)
             raise
 
-    async def seal(self, entries: Sequence[SealEntry]) -> list[SealResult]:
-        """One result per entry. Goes on when the caller is cancelled."""
-        return await asyncio.shield(self._keep(self._seal(entries)))
+    async def seal(self, entries: Sequence[SealEntry], *, hold: bool) -> Held:
+        """One result per entry. Goes on when the caller is cancelled.
+
+        hold: leases what is sealed and keeps the slots of duplicates; the session must take leases. When it
+        fails, or the caller is cancelled, neither is left: all is as after a seal without hold.
+        """
+        task = self._keep(self._seal(entries, self._lease_ms if hold else 0))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if hold:
+                task.add_done_callback(lambda done: self._hold_unread(entries, done))
+            raise
 
     async def release(self, lease_ids: Sequence[int], refs: Sequence[SlotRef]) -> None:
         """Leases and unused slots back to the store. Goes on when the caller is cancelled."""
@@ -163,19 +173,27 @@ class Session:
                 if len(reply.slots) * KEY_BYTES < len(request.keys):
                     break
         except KVSieveError:
-            if leases:
-                self._keep(self._release(leases, ()))
+            self._give_back(leases, ())
             raise
         return Match(SlotRefs(slots, generations), tuple(leases), self.attachment.epoch)
 
-    async def _seal(self, entries: Sequence[SealEntry]) -> list[SealResult]:
+    async def _seal(self, entries: Sequence[SealEntry], lease_ms: int) -> Held:
         results: list[SealResult] = []
-        async with self._sealing:
-            for request in batches.seal_requests(self._id, entries, self._limits.max_batch):
-                reply = await self._call("Seal", self._stub.Seal, request, moves_slots=True)
-                self.credits.grant(reply.credits)
-                results += map(SealResult, reply.status)
-        return results
+        leases: list[int] = []
+        try:
+            async with self._sealing:
+                for request in batches.seal_requests(self._id, entries, lease_ms, self._limits.max_batch):
+                    reply = await self._call("Seal", self._stub.Seal, request, moves_slots=True)
+                    self.credits.grant(reply.credits)
+                    results += map(SealResult, reply.status)
+                    if reply.lease_id:
+                        leases.append(reply.lease_id)
+                        self.leases.add(reply.lease_id)
+        except KVSieveError:
+            if lease_ms:
+                self._give_back(leases, Held(results).kept(entries))
+            raise
+        return Held(results, tuple(leases), self.attachment.epoch)
 
     async def _release(self, lease_ids: Sequence[int], refs: Sequence[SlotRef]) -> None:
         self.leases.difference_update(lease_ids)
@@ -243,10 +261,19 @@ class Session:
             error = UnavailableError(f"the stream to the store at {self._terms.endpoint} broke: {error!r}")
         self.end(error)
 
-    def _give_back(self, task: asyncio.Task[Match]) -> None:
+    def _match_unread(self, task: asyncio.Task[Match]) -> None:
         """Releases the lease of a match that nobody waits for any more."""
-        if not task.cancelled() and task.exception() is None and (leases := task.result().lease_ids):
-            self._keep(self._release(leases, ()))
+        if not task.cancelled() and task.exception() is None:
+            self._give_back(task.result().lease_ids, ())
+
+    def _hold_unread(self, entries: Sequence[SealEntry], task: asyncio.Task[Held]) -> None:
+        """Releases all that a seal holds for nobody."""
+        if not task.cancelled() and task.exception() is None:
+            self._give_back(task.result().lease_ids, task.result().kept(entries))
+
+    def _give_back(self, lease_ids: Sequence[int], refs: Sequence[SlotRef]) -> None:
+        if lease_ids or refs:
+            self._keep(self._release(lease_ids, refs))
 
     def _keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task that is held until it is done, and whose error may go unread."""

@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, overload
 
 from kvsieve_store.client.async_client import AsyncStoreClient
-from kvsieve_store.client.handles import Attachment, ClientState, Match, SealEntry, SealResult, SlotRef
+from kvsieve_store.client.handles import Attachment, ClientState, Held, Match, SealEntry, SealResult, SlotRef
 from kvsieve_store.errors import KVSieveError, UnavailableError
 from kvsieve_store.protocol.spec import PoolSpec
 
@@ -27,8 +27,8 @@ class StoreClient:
     called start().
 
     Verbs come twice: `match()` waits, `match_async()` returns a Future at once. Futures may be cancelled: the
-    call goes on, and the lease of a cancelled match is given back. Callbacks (on_change and those of Futures)
-    run in the client's thread: they must be short, and can't call what waits.
+    call goes on, and what a cancelled match or hold has leased or kept is given back. Callbacks (on_change,
+    and those of Futures) run in the client's thread: they must be short, and can't call what waits.
     """
 
     def __init__(
@@ -113,16 +113,45 @@ class StoreClient:
         return self._wait(self.match_async(keys))
 
     def match_async(self, keys: bytes | Sequence[bytes]) -> Future[Match]:
-        return self._submit(lambda: self._core.match(keys), unread=self._give_back)
+        return self._submit(
+            lambda: self._core.match(keys),
+            unread=lambda match: self._give_back(match.lease_ids, (), match.epoch),
+        )
 
-    def seal(self, entries: Sequence[SealEntry], *, epoch: int | None = None) -> list[SealResult]:
-        """Makes written slots findable by key and immutable; see AsyncStoreClient.seal()."""
+    @overload
+    def seal(
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: Literal[False] = False
+    ) -> list[SealResult]: ...
+    @overload
+    def seal(
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: Literal[True]
+    ) -> Held: ...
+    def seal(
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: bool = False
+    ) -> list[SealResult] | Held:
+        """Makes written slots findable by key and immutable, and with `hold` keeps all of them readable; see
+        AsyncStoreClient.seal()."""
+        if hold:
+            return self._wait(self.seal_async(entries, epoch=epoch, hold=True))
         return self._wait(self.seal_async(entries, epoch=epoch))
 
+    @overload
     def seal_async(
-        self, entries: Sequence[SealEntry], *, epoch: int | None = None
-    ) -> Future[list[SealResult]]:
-        return self._submit(lambda: self._core.seal(entries, epoch=epoch))
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: Literal[False] = False
+    ) -> Future[list[SealResult]]: ...
+    @overload
+    def seal_async(
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: Literal[True]
+    ) -> Future[Held]: ...
+    def seal_async(
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: bool = False
+    ) -> Future[list[SealResult]] | Future[Held]:
+        if not hold:
+            return self._submit(lambda: self._core.seal(entries, epoch=epoch))
+        return self._submit(
+            lambda: self._core.seal(entries, epoch=epoch, hold=True),
+            unread=lambda held: self._give_back(held.lease_ids, held.kept(entries), held.epoch),
+        )
 
     def release(
         self, lease_ids: Sequence[int] = (), refs: Sequence[SlotRef] = (), *, epoch: int | None = None
@@ -222,6 +251,7 @@ class StoreClient:
             raise RuntimeError("a callback can't wait for an answer: use the *_async methods")
         return future.result()
 
-    def _give_back(self, match: Match) -> None:
-        if match.lease_ids:
-            self.release_async(match.lease_ids, epoch=match.epoch)
+    def _give_back(self, lease_ids: Sequence[int], refs: Sequence[SlotRef], epoch: int) -> None:
+        """Releases what came for nobody."""
+        if lease_ids or refs:
+            self.release_async(lease_ids, refs, epoch=epoch)
