@@ -39,17 +39,44 @@ class LoadOrder:
     pages: tuple[BlockPages, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class HostBacked:
+    """Sparse mode: a request gets its hot buffer. hot_blocks: ids of its blocks, per main group in order."""
+
+    req_id: str
+    hot_blocks: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HostBlocks:
+    """Sparse mode: blocks of a host-backed request that are read from the arena from now on.
+
+    epoch: of the attachment that the slots belong to. blocks: (index of the block in the request, slot).
+    """
+
+    req_id: str
+    epoch: int
+    blocks: tuple[tuple[int, int], ...]
+
+
 @dataclass
 class StepOrders(KVConnectorMetadata):
     """Scheduler -> workers. `attachment` comes when it has changed; orders refer to it from this step on.
 
     detach: the session is over; the arena is to be unmapped, so that a dead store's memory goes.
+    host_ended, host_backed, host_blocks: sparse mode, applied in this order. A request that is named in
+    host_ended has no hot buffer any more; one that starts anew in the same step is named in both.
+    forget_epochs: sparse mode: attachments of the past that no request reads any more.
     """
 
     attachment: Attachment | None = None
     detach: bool = False
     saves: list[SaveOrder] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
+    host_ended: list[str] = field(default_factory=list)
+    host_backed: list[HostBacked] = field(default_factory=list)
+    host_blocks: list[HostBlocks] = field(default_factory=list)
+    forget_epochs: list[int] = field(default_factory=list)
 
 
 @dataclass

@@ -18,8 +18,8 @@ class ConnectorSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    mode: Literal["cache"] = "cache"
-    """How KV is used. "sparse" comes later."""
+    mode: Literal["cache", "sparse"] = "cache"
+    """cache: whole blocks to the store and back. sparse: DSA models read the main plane from the arena."""
 
     endpoint: str = Field(default_factory=lambda: f"unix://{default_socket()}")
     """Where the store listens: unix:///path or host:port. Default: where this user's store listens."""
@@ -38,6 +38,16 @@ class ConnectorSettings(BaseModel):
 
     save_decode: bool = True
     """Whether blocks that fill while decoding are saved too, or only those of the prompt."""
+
+    hot_rows: int | None = Field(default=None, ge=1)
+    """Sparse mode: rows of a request's hot buffer, per layer, in whole blocks. Default: 1.5 times the top-k,
+    for each token that a request decodes in one step."""
+
+    window_blocks: int = Field(default=2, ge=1, le=64)
+    """Sparse mode: newest full blocks of a request that stay on the GPU."""
+
+    prefetch: str = Field(default="previous-step", min_length=1)
+    """Sparse mode: which rows are fetched before a layer asks for them."""
 
 
 def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
