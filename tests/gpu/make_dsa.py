@@ -1,37 +1,48 @@
 """Writes a DeepSeek-V3.2 in small: its attention shapes (latent 512 + 64, indexer 128), few layers.
 
-    python tests/gpu/make_dsa.py OUT
+    python tests/gpu/make_dsa.py OUT [--layers 4] [--hidden 1024] [--heads 64] [--no-weights]
 
-Weights are random with a fixed seed, large enough that outputs depend on the prompt.
+Weights are random with a fixed seed, large enough that outputs depend on the prompt. Without them, vLLM makes
+some with load_format="dummy"; outputs do not depend on the prompt then.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-LAYERS, HIDDEN, HEADS, VOCAB = 4, 1024, 64, 32_000
+VOCAB = 32_000
 Q_RANK, KV_RANK, NOPE, ROPE, VALUE = 512, 512, 128, 64, 128
 INDEX_HEADS, INDEX_DIM = 64, 128
 
 
-def config() -> dict[str, Any]:
+@dataclass(frozen=True)
+class Shape:
+    """What is not DeepSeek's. heads: of the main attention."""
+
+    layers: int = 4
+    hidden: int = 1024
+    heads: int = 64
+
+
+def config(shape: Shape) -> dict[str, Any]:
     """Every layer is dense: experts are declared, because the config class wants them, and never built."""
     return {
         "architectures": ["DeepseekV32ForCausalLM"],
         "model_type": "deepseek_v32",
         "torch_dtype": "bfloat16",
-        "hidden_size": HIDDEN,
-        "intermediate_size": 2 * HIDDEN,
-        "num_hidden_layers": LAYERS,
+        "hidden_size": shape.hidden,
+        "intermediate_size": 2 * shape.hidden,
+        "num_hidden_layers": shape.layers,
         "vocab_size": VOCAB,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
         "q_lora_rank": Q_RANK,
         "kv_lora_rank": KV_RANK,
         "qk_nope_head_dim": NOPE,
@@ -49,7 +60,7 @@ def config() -> dict[str, Any]:
         "bos_token_id": 0,
         "eos_token_id": 1,
         "num_nextn_predict_layers": 0,
-        "first_k_dense_replace": LAYERS,
+        "first_k_dense_replace": shape.layers,
         "moe_layer_freq": 1,
         "n_routed_experts": 8,
         "n_shared_experts": 1,
@@ -64,7 +75,8 @@ def config() -> dict[str, Any]:
     }
 
 
-def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+def weights(shape: Shape, seed: int = 0) -> dict[str, torch.Tensor]:
+    hidden, heads = shape.hidden, shape.heads
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 0.02) -> torch.Tensor:
@@ -74,40 +86,51 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
         return torch.ones(size, dtype=dtype)
 
     tensors = {
-        "model.embed_tokens.weight": normal(VOCAB, HIDDEN, scale=1.0),
-        "model.norm.weight": ones(HIDDEN),
-        "lm_head.weight": normal(VOCAB, HIDDEN),
+        "model.embed_tokens.weight": normal(VOCAB, hidden, scale=1.0),
+        "model.norm.weight": ones(hidden),
+        "lm_head.weight": normal(VOCAB, hidden),
     }
-    for layer in range(LAYERS):
+    for layer in range(shape.layers):
         parts = {
-            "input_layernorm.weight": ones(HIDDEN),
-            "post_attention_layernorm.weight": ones(HIDDEN),
-            "self_attn.q_a_proj.weight": normal(Q_RANK, HIDDEN),
+            "input_layernorm.weight": ones(hidden),
+            "post_attention_layernorm.weight": ones(hidden),
+            "self_attn.q_a_proj.weight": normal(Q_RANK, hidden),
             "self_attn.q_a_layernorm.weight": ones(Q_RANK),
-            "self_attn.q_b_proj.weight": normal(HEADS * (NOPE + ROPE), Q_RANK, scale=0.06),
-            "self_attn.kv_a_proj_with_mqa.weight": normal(KV_RANK + ROPE, HIDDEN),
+            "self_attn.q_b_proj.weight": normal(heads * (NOPE + ROPE), Q_RANK, scale=0.06),
+            "self_attn.kv_a_proj_with_mqa.weight": normal(KV_RANK + ROPE, hidden),
             "self_attn.kv_a_layernorm.weight": ones(KV_RANK),
-            "self_attn.kv_b_proj.weight": normal(HEADS * (NOPE + VALUE), KV_RANK, scale=0.06),
-            "self_attn.o_proj.weight": normal(HIDDEN, HEADS * VALUE),
+            "self_attn.kv_b_proj.weight": normal(heads * (NOPE + VALUE), KV_RANK, scale=0.06),
+            "self_attn.o_proj.weight": normal(hidden, heads * VALUE),
             "self_attn.indexer.wq_b.weight": normal(INDEX_HEADS * INDEX_DIM, Q_RANK),
-            "self_attn.indexer.wk.weight": normal(INDEX_DIM, HIDDEN),
+            "self_attn.indexer.wk.weight": normal(INDEX_DIM, hidden),
             "self_attn.indexer.k_norm.weight": ones(INDEX_DIM, torch.float32),
             "self_attn.indexer.k_norm.bias": torch.zeros(INDEX_DIM),
-            "self_attn.indexer.weights_proj.weight": normal(INDEX_HEADS, HIDDEN),
-            "mlp.gate_proj.weight": normal(2 * HIDDEN, HIDDEN),
-            "mlp.up_proj.weight": normal(2 * HIDDEN, HIDDEN),
-            "mlp.down_proj.weight": normal(HIDDEN, 2 * HIDDEN),
+            "self_attn.indexer.weights_proj.weight": normal(INDEX_HEADS, hidden),
+            "mlp.gate_proj.weight": normal(2 * hidden, hidden),
+            "mlp.up_proj.weight": normal(2 * hidden, hidden),
+            "mlp.down_proj.weight": normal(hidden, 2 * hidden),
         }
         tensors |= {f"model.layers.{layer}.{name}": tensor for name, tensor in parts.items()}
     return tensors
 
 
-def main(out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    save_file(weights(), out / "model.safetensors", metadata={"format": "pt"})
-    (out / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
-    (out / "config.json").write_text(json.dumps(config(), indent=1))
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--layers", type=int, default=Shape.layers)
+    parser.add_argument("--hidden", type=int, default=Shape.hidden)
+    parser.add_argument("--heads", type=int, default=Shape.heads)
+    parser.add_argument("--no-weights", action="store_true")
+    args = parser.parse_args()
+    shape = Shape(args.layers, args.hidden, args.heads)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not args.no_weights:
+        save_file(weights(shape), args.out / "model.safetensors", metadata={"format": "pt"})
+    (args.out / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
+    (args.out / "config.json").write_text(json.dumps(config(shape), indent=1))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()
