@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from kvsieve.v1.admin_pb2 import StatusResponse
+from kvsieve_store.arena import capacity
 from kvsieve_store.arena.directory import ArenaDirectory
 from kvsieve_store.cli import checks
 from kvsieve_store.cli.checks import Level
 from kvsieve_store.errors import SettingsError
 from kvsieve_store.settings import StoreSettings, load
+from kvsieve_store.sizes import size
 from tests.conftest import ROOT
 from tests.protocol.client_stores import store_thread
 from tests.unit.cli_run import Run, runner
@@ -88,7 +91,11 @@ def test_plugin(allowed: str | None, names: list[str], level: Level) -> None:
 @pytest.mark.parametrize("device", ["nvidiactl", "infiniband"])
 def test_memlock(tmp_path: Path, limit: int, level: Level, device: str) -> None:
     (tmp_path / device).touch()
-    assert checks.memlock(1 << 30, limit, tmp_path).level is level
+    finding = checks.memlock(1 << 30, limit, tmp_path)
+    assert finding.level is level
+    if level is Level.WARN:
+        assert f"{size(limit)}, less than the arena's 1 GiB" in finding.found
+        assert all(part in finding.advice for part in ("--ulimit memlock=-1", "LimitMEMLOCK=infinity"))
 
 
 def test_memlock_is_of_no_interest_without_a_device(tmp_path: Path) -> None:
@@ -113,7 +120,7 @@ def test_arenas_of_dead_stores(tmp_path: Path) -> None:
 
 def test_an_arena_on_a_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checks, "not_in_memory", lambda path: "arena on ext4: slow; use a tmpfs")
-    finding = checks.memory(settings(shm_dir=str(tmp_path), pool_size="64MiB"), running=False)
+    finding = checks.memory(settings(shm_dir=str(tmp_path), pool_size="64MiB"))
     assert (finding.level, finding.found) == (Level.WARN, "arena on ext4: slow")
 
 
@@ -135,17 +142,53 @@ def test_no_default_socket(run: Run, monkeypatch: pytest.MonkeyPatch, command: s
 
 
 def test_memory_that_does_not_fit_is_a_failure_with_advice() -> None:
-    finding = checks.memory(settings(pool_size="900TiB"), running=False)
+    finding = checks.memory(settings(pool_size="900TiB"))
     assert finding.level is Level.FAIL
     assert "--pool-size" in finding.advice
 
 
-def test_memory_of_a_running_store_is_taken_already() -> None:
-    assert checks.memory(settings(pool_size="900TiB"), running=True).level is Level.OK
+def test_memory_of_a_running_store_is_taken_already(tmp_path: Path) -> None:
+    """What the settings say does not matter then, but whether an engine could map the arena from here."""
+    arena = StatusResponse(arena_bytes=5 << 30, arena_dir=str(tmp_path))
+    finding = checks.memory(settings(pool_size="900TiB"), arena)
+    assert (finding.level, finding.found) == (Level.OK, f"the store has its 5 GiB in {tmp_path}")
+
+
+def test_an_arena_that_this_container_does_not_see(tmp_path: Path) -> None:
+    arena = StatusResponse(arena_bytes=5 << 30, arena_dir=str(tmp_path / "kvsieve-1"))
+    finding = checks.memory(settings(pool_size="64MiB"), arena)
+    assert (finding.level, finding.found) == (
+        Level.FAIL,
+        f"the store's arena of 5 GiB, {tmp_path}/kvsieve-1, is not to be seen from here",
+    )
+    assert all(part in finding.advice for part in ("--ipc", "medium: Memory", str(tmp_path)))
+
+
+def test_an_arena_without_the_right_to_map_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.os, "access", lambda path, mode: False)
+    finding = checks.memory(settings(), StatusResponse(arena_bytes=1 << 30, arena_dir=str(tmp_path)))
+    assert finding.level is Level.FAIL
+    assert "no right to use" in finding.found
+    assert f"ls -l {tmp_path.parent}" in finding.advice
+
+
+def test_shm_of_a_container_is_smaller_than_the_arena(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stat:
+        f_bavail, f_frsize = (64 << 20) // 4096, 4096
+
+    monkeypatch.setattr(capacity.os, "statvfs", lambda path: Stat)
+    finding = checks.memory(settings(shm_dir=str(tmp_path), pool_size="8GiB"))
+    assert (finding.level, finding.found) == (
+        Level.FAIL,
+        f"pool_size: 8 GiB needed, 64 MiB free on {tmp_path}",
+    )
+    assert "--shm-size" in finding.advice
 
 
 def test_memory_on_a_mount_that_is_not_there(tmp_path: Path) -> None:
-    finding = checks.memory(settings(shm_dir=str(tmp_path / "nowhere")), running=False)
+    finding = checks.memory(settings(shm_dir=str(tmp_path / "nowhere")))
     assert finding.level is Level.FAIL
     assert "nowhere" in finding.found
 
@@ -178,11 +221,26 @@ def test_hash_seed(seed: str | None, level: Level) -> None:
 
 def test_store_answers() -> None:
     with store_thread() as endpoint:
-        assert checks.store(endpoint).level is Level.OK
+        finding, status = checks.store(endpoint)
+        assert finding.level is Level.OK
+        assert status is not None
+        assert status.arena_bytes == 32 << 20
+        assert checks.memory(settings(), status).level is Level.OK
+
+
+def test_the_arena_that_counts_is_the_running_store_s(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    memlock = checks.memlock
+    monkeypatch.setattr(checks, "memlock", lambda needed: asked.append(needed) or memlock(needed))
+    with store_thread() as endpoint:
+        run("doctor", "--endpoint", endpoint, "--pool-size", "900TiB")
+    run("doctor", "--endpoint", endpoint, "--pool-size", "1GiB")
+    assert asked == [32 << 20, 1 << 30]
 
 
 def test_no_store_yet_is_no_failure(tmp_path: Path) -> None:
-    finding = checks.store(f"unix://{tmp_path}/s.sock")
+    finding, status = checks.store(f"unix://{tmp_path}/s.sock")
+    assert status is None
     assert finding.level is Level.WARN
     assert "kvsieve serve" in finding.advice
 
@@ -190,16 +248,16 @@ def test_no_store_yet_is_no_failure(tmp_path: Path) -> None:
 def test_a_socket_that_nobody_serves(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(tmp_path / "s.sock"))
-    assert checks.store(f"unix://{tmp_path}/s.sock").level is Level.FAIL
+    assert checks.store(f"unix://{tmp_path}/s.sock")[0].level is Level.FAIL
 
 
 def test_a_file_in_the_socket_s_place(tmp_path: Path) -> None:
     (tmp_path / "s.sock").touch()
-    assert "not a socket" in checks.store(f"unix://{tmp_path}/s.sock").found
+    assert "not a socket" in checks.store(f"unix://{tmp_path}/s.sock")[0].found
 
 
 def test_an_address_that_makes_no_sense() -> None:
-    assert checks.store("ftp://x").level is Level.FAIL
+    assert checks.store("ftp://x")[0].level is Level.FAIL
 
 
 def test_report(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ def check_tmpfs(directory: Path, needed: int, *, proc: Path = _PROC, sys: Path =
         Bound(
             f"free on {directory}",
             stat.f_bavail * stat.f_frsize,
-            f"make the mount larger (mount -o remount,size=... {directory}; in a container, its shm size), "
-            "or lower --pool-size",
+            f"make the mount larger (mount -o remount,size=... {directory}; in a container, docker run "
+            "--shm-size=...), or lower --pool-size",
         ),
         Bound("available in the host's memory (MemAvailable)", _mem_available(proc), "lower --pool-size"),
         *_cgroup_bounds(proc, sys),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from kvsieve.v1.admin_pb2 import StatusResponse
 from kvsieve_store.addresses import UnixAddress, parse_address
 from kvsieve_store.arena.capacity import check_hugetlbfs, check_tmpfs, huge_page_bytes, not_in_memory
 from kvsieve_store.arena.directory import find_dead
@@ -50,9 +51,25 @@ class Finding:
     advice: str = ""
 
 
-def store(endpoint: str) -> Finding:
-    """Whether a store answers there, and if not, why."""
-    start = f"start one: kvsieve serve --listen {endpoint}"
+def store(endpoint: str) -> tuple[Finding, StatusResponse | None]:
+    """Whether a store answers there, and if not, why; and its answer."""
+    if (wrong := _socket(endpoint)) is not None:
+        return wrong, None
+    try:
+        with AdminClient(endpoint) as client:
+            status = client.status()
+    except KVSieveError as error:
+        return Finding("store", Level.FAIL, str(error), _start(endpoint)), None
+    found = f"{status.state}, version {status.version}, {size(status.arena_bytes)} arena at {endpoint}"
+    return Finding("store", Level.OK if status.state == "ready" else Level.WARN, found), status
+
+
+def _start(endpoint: str) -> str:
+    return f"start one: kvsieve serve --listen {endpoint}"
+
+
+def _socket(endpoint: str) -> Finding | None:
+    """What is wrong with an address, as far as it shows without a call."""
     try:
         address = parse_address(endpoint)
     except ValueError as error:
@@ -61,31 +78,30 @@ def store(endpoint: str) -> Finding:
         try:
             mode = address.path.stat().st_mode
         except FileNotFoundError:
-            return Finding("store", Level.WARN, f"no socket at {address.path}: no store runs there", start)
+            return Finding(
+                "store", Level.WARN, f"no socket at {address.path}: no store runs there", _start(endpoint)
+            )
         except OSError as error:
             return Finding("store", Level.FAIL, f"{address.path}: {error.strerror}", _rights(address.path))
         if not stat.S_ISSOCK(mode):
             return Finding("store", Level.FAIL, f"{address.path} is not a socket", "remove it")
         if not os.access(address.path, os.R_OK | os.W_OK):
             return Finding("store", Level.FAIL, f"no right to use {address.path}", _rights(address.path))
-    try:
-        with AdminClient(endpoint) as client:
-            status = client.status()
-    except KVSieveError as error:
-        return Finding("store", Level.FAIL, str(error), start)
-    found = f"{status.state}, version {status.version}, {size(status.arena_bytes)} arena at {endpoint}"
-    return Finding("store", Level.OK if status.state == "ready" else Level.WARN, found)
+    return None
 
 
 def _rights(path: Path) -> str:
-    return f"run as the user who runs the store (see ls -l {path.parent}); the socket is its alone"
+    return f"run as the user who runs the store (see ls -l {path.parent}); what it makes is its alone"
 
 
-def memory(settings: StoreSettings, running: bool) -> Finding:
-    """Room for the arena: the mount, the host's memory, and the memory limits of the cgroups."""
+def memory(settings: StoreSettings, running: StatusResponse | None = None) -> Finding:
+    """Room for the arena: the mount, the host's memory, and the memory limits of the cgroups.
+
+    running: of a store that has its arena already; then whether an engine could map it from here.
+    """
+    if running is not None:
+        return _mappable(Path(running.arena_dir), size(running.arena_bytes))
     needed = settings.pool_size
-    if running:
-        return Finding("memory", Level.OK, "the running store has its arena already")
     try:
         if settings.hugepages is not None:
             check_hugetlbfs(settings.hugepages, needed, huge_page_bytes(settings.hugepages))
@@ -104,6 +120,21 @@ def memory(settings: StoreSettings, running: bool) -> Finding:
     return Finding("memory", Level.OK, f"an arena of {size(needed)} fits {where}, the host and its cgroups")
 
 
+def _mappable(arena: Path, arena_size: str) -> Finding:
+    """Whether this container sees the memory of a running store."""
+    if not arena.exists():
+        return Finding(
+            "memory",
+            Level.FAIL,
+            f"the store's arena of {arena_size}, {arena}, is not to be seen from here",
+            f"engine and store need the same memory at {arena.parent}: docker run --ipc=container:STORE or "
+            "--ipc=host, in Kubernetes one volume of medium: Memory",
+        )
+    if not os.access(arena, os.R_OK | os.W_OK | os.X_OK):
+        return Finding("memory", Level.FAIL, f"no right to use {arena}", _rights(arena))
+    return Finding("memory", Level.OK, f"the store has its {arena_size} in {arena}")
+
+
 def arenas(mount: Path) -> Finding:
     """Memory that stores left behind when they were killed."""
     dead = find_dead(mount)
@@ -119,7 +150,11 @@ def arenas(mount: Path) -> Finding:
 
 
 def memlock(needed: int, limit: int | None = None, dev: Path = Path("/dev")) -> Finding:
-    """RLIMIT_MEMLOCK against the arena, which RDMA registers in full. dev: where a GPU or RDMA shows."""
+    """RLIMIT_MEMLOCK against the arena, which GPU workers pin and RDMA registers in full.
+
+    NVIDIA's driver does not count what it pins (tried: 580, 1 GiB under a limit of 64 KiB); RDMA's do.
+    dev: where a GPU or RDMA shows.
+    """
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
     if limit == resource.RLIM_INFINITY:
         return Finding("memlock", Level.OK, "unlimited")
@@ -128,8 +163,8 @@ def memlock(needed: int, limit: int | None = None, dev: Path = Path("/dev")) -> 
     return Finding(
         "memlock",
         Level.WARN,
-        f"{size(limit)}, less than an arena of {size(needed)}; only RDMA needs it",
-        "raise it for RDMA: ulimit -l unlimited, LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1",
+        f"{size(limit)}, less than the arena's {size(needed)}: RDMA can't register it, a GPU driver perhaps",
+        "ulimit -l unlimited; container: docker run --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity",
     )
 
 

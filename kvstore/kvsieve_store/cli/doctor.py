@@ -39,16 +39,16 @@ def doctor(
     """
     try:
         address = resolve(context, endpoint)
-        store = checks.store(address)
+        store, status = checks.store(address)
     except SettingsError as error:
         address, (found, _, advice) = "", str(error).removeprefix("endpoint: ").partition("; ")
-        store = Finding("store", Level.FAIL, found, advice)
+        store, status = Finding("store", Level.FAIL, found, advice), None
     settings = load({"pool_size": pool_size}, config, os.environ, default_listen=address or _NOWHERE)
     findings = [
         store,
-        checks.memory(settings, running=store.level is Level.OK),
+        checks.memory(settings, status),
         checks.arenas(settings.hugepages or settings.shm_dir),
-        checks.memlock(settings.pool_size),
+        checks.memlock(status.arena_bytes if status else settings.pool_size),
         checks.hugepages(settings.hugepages),
         checks.numa(settings.numa_node),
         checks.vllm(),
