@@ -104,8 +104,8 @@ class Comparison:
     """A run against runs of the stock engine; distances are absolute differences of logprobs.
 
     spread: the largest between any two stock runs. distance: the largest to the nearest stock run.
-    mean_spread: the largest mean distance of a stock run to its nearest. mean_distance: this run's to its nearest.
-    within: steps no further from the nearest stock run than `spread`. steps: all.
+    mean_spread: the largest mean distance of a stock run to its nearest. mean_distance: this run's to its
+    nearest. within: steps no further from the nearest stock run than `spread`. steps: all.
     """
 
     spread: float
