@@ -69,7 +69,7 @@ class KVSieveConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, settings)
             self._session = Session(vllm_config, settings, self._scheduler)
         else:
-            self._worker = WorkerHalf(vllm_config, kv_cache_config)
+            self._worker = _worker_half(vllm_config, kv_cache_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -174,6 +174,7 @@ class KVSieveConnector(KVConnectorBase_V1, SupportsHMA):
         self._work.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self._work.prepare_forward(kwargs)
         self._work.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -185,6 +186,7 @@ class KVSieveConnector(KVConnectorBase_V1, SupportsHMA):
         self._work.save_layer(layer_name)
 
     def finish_forward(self) -> None:
+        self._work.forward_launched()
         # With a drafter, its layers are computed after this; wait_for_save comes after them.
         if self.has_connector_metadata() and self._vllm_config.speculative_config is None:
             self._work.finish_saves(after_sampling=False)
@@ -218,3 +220,14 @@ class KVSieveConnector(KVConnectorBase_V1, SupportsHMA):
     def _work(self) -> WorkerHalf:
         assert self._worker is not None, "called in the scheduler"
         return self._worker
+
+
+def _worker_half(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerHalf:
+    """Sparse mode's is imported only where it is wanted: it needs vLLM 0.33 and its sparse backends."""
+    from kvsieve_connector.sparse.plan import SparsePlan, sparse_wanted
+
+    if not sparse_wanted(vllm_config):
+        return WorkerHalf(vllm_config, kv_cache_config)
+    from kvsieve_connector.sparse.worker import SparseWorkerHalf
+
+    return SparseWorkerHalf(vllm_config, kv_cache_config, SparsePlan.of_config(vllm_config))

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     KVCacheConfig,
+    KVCacheGroupSpec,
     KVCacheSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
@@ -85,6 +86,14 @@ def store_block_tokens(kv_cache_config: KVCacheConfig) -> int:
     return math.lcm(*group_block_tokens(kv_cache_config))
 
 
+def layer_specs(group: KVCacheGroupSpec) -> list[tuple[str, KVCacheSpec]]:
+    """Name and own spec of each layer of a KV group."""
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return list(spec.kv_cache_specs.items())
+    return [(name, spec) for name in group.layer_names]
+
+
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raises ValueError, with the reason, for an engine whose KV this connector can't store."""
     transfer = vllm_config.kv_transfer_config
@@ -101,7 +110,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     if vllm_config.model_config.enable_sleep_mode:
         raise ValueError("kvsieve: sleep mode is not supported: the paged cache must stay where it is")
     for group in kv_cache_config.kv_cache_groups:
-        for name, spec in _layer_specs(group.layer_names, group.kv_cache_spec):
+        for name, spec in layer_specs(group):
             if not isinstance(spec, AttentionSpec) or isinstance(
                 spec, CrossAttentionSpec | EncoderOnlyAttentionSpec
             ):
@@ -125,7 +134,7 @@ def worker_geometry(
     }
     layers, views = [], {}
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        for name, spec in _layer_specs(group.layer_names, group.kv_cache_spec):
+        for name, spec in layer_specs(group):
             if name not in strides:
                 continue
             layers.append(
@@ -195,12 +204,6 @@ def model_digest(vllm_config: VllmConfig) -> str:
         parts["files"] = [(path.name, (s := path.stat()).st_size, s.st_mtime_ns) for path in weights]
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _layer_specs(names: list[str], spec: KVCacheSpec) -> list[tuple[str, KVCacheSpec]]:
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return list(spec.kv_cache_specs.items())
-    return [(name, spec) for name in names]
 
 
 def _is_indexer(name: str, spec: AttentionSpec) -> bool:

@@ -5,7 +5,7 @@ It talks to nobody but the scheduler: the arena is mapped from the attachment th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -81,6 +81,12 @@ class WorkerHalf:
         if self._orders.saves and index is not None and index == self._done_layers:
             self._copies.save_layer(index, self._orders.saves)
             self._done_layers += 1
+
+    def prepare_forward(self, step: dict[str, Any]) -> None:
+        """The forward is next. step: what the runner tells of it; nothing in vLLM's V1 runner."""
+
+    def forward_launched(self) -> None:
+        """The forward is over, or launched on the device."""
 
     def start_loads(self) -> None:
         """Starts the step's loads: they fill blocks of requests that are not in this step's batch."""

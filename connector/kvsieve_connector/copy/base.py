@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,11 @@ class CopyEngine(ABC):
     @abstractmethod
     def use(self, arena: ArenaMap | None) -> None:
         """Works on this arena from now on; None: on none, loads fail. drain() comes first."""
+
+    @abstractmethod
+    def leave(self) -> Callable[[], None]:
+        """Works on no arena from now on, but leaves the last one within the device's reach until the returned
+        function is called. drain() comes first."""
 
     @abstractmethod
     def drain(self) -> None:

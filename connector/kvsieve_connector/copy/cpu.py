@@ -6,6 +6,7 @@ import ctypes
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -41,6 +42,10 @@ class CpuCopyEngine(CopyEngine):
 
     def use(self, arena: ArenaMap | None) -> None:
         self._arena = arena
+
+    def leave(self) -> Callable[[], None]:
+        self._arena = None
+        return lambda: None
 
     def save_layer(self, index: int, orders: list[SaveOrder]) -> None:
         assert self._arena is not None

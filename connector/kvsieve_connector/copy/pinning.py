@@ -93,7 +93,6 @@ class Pinning:
         self._clock = clock
         self._chunks = list(chunks([(int(s.ctypes.data), s.nbytes) for s in segments], extent_bytes))
         self._pinned: list[int] = []
-        self._users = 1
         self._done = False
         self._error: str | None = None
         self._stop = threading.Event()
@@ -110,18 +109,9 @@ class Pinning:
         """Why it will never be done."""
         return self._error
 
-    def retain(self) -> None:
-        """One more user: requests that still read this arena when the engine works on another already."""
-        self._users += 1
-
-    def release(self) -> None:
-        """One user less, none of whose copies and kernels is under way; the last one undoes the pinning."""
-        self._users -= 1
-        if self._users == 0:
-            self.undo()
-
     def undo(self) -> None:
-        """Unpins and forgets the segments; waits for a chunk that is being pinned. May be called again."""
+        """Unpins and forgets the segments; waits for a chunk that is being pinned. No copy or kernel that reads
+        them may be under way. May be called again."""
         self._stop.set()
         self._thread.join()
         self._segments.clear()

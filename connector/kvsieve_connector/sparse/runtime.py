@@ -1,0 +1,226 @@
+"""What attention needs of the sparse tier: per layer the way from top-k positions to rows of its cache.
+
+The connector's worker half makes one runtime when the caches are registered; the attention implementations
+find their layer here by name. Nothing here allocates or waits on the decode path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvsieve_connector.kernels.swap_in import LayerCache
+from kvsieve_connector.sparse.staging import StagedContexts, Staging
+from kvsieve_connector.sparse.tables import HostTables
+
+if TYPE_CHECKING:
+    from kvsieve_connector.sparse.kernel_set import KernelSet
+    from kvsieve_connector.sparse.plan import SparsePlan
+
+LATENT_WIDTH = 576
+"""Columns of an unpacked row: 512 of the latent, 64 of the rotary key."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """A request of the step's batch. computed, scheduled: tokens before this step, and of it."""
+
+    req_id: str
+    computed: int
+    scheduled: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillGroup:
+    """Prefill requests whose contexts fit the workspace together.
+
+    number: of the group in the batch. first, last: their batch rows. tokens: their part of the step's tokens.
+    slots, starts, lengths: int32 [n], table slot, first row in the workspace and tokens of each context.
+    token_starts: int32 [tokens, 1], the first row of each token's request. rows: of the workspace, in use.
+    contexts: their pages in the arena; None when all are on the GPU.
+    """
+
+    number: int
+    first: int
+    last: int
+    tokens: slice
+    slots: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    token_starts: torch.Tensor
+    rows: int
+    contexts: StagedContexts | None
+
+
+class HostLayer:
+    """One main layer: its cache, and what is kept of it in the arena."""
+
+    def __init__(self, name: str, order: int, cache: LayerCache, runtime: SparseRuntime) -> None:
+        self.name, self.order, self.cache, self.runtime = name, order, cache, runtime
+
+    def swap_in(
+        self, topk: torch.Tensor, block_table: torch.Tensor, stride_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the layer's cache for a decode batch, fetched where they are missing.
+
+        topk: int32 [T, k] positions, -1 for none, T / R rows per request. block_table: int32 [R, B].
+        stride_rows: rows between two blocks of the cache. Returns int32 [T, k] rows, -1 for none, and
+        int32 [T] how many there are; both are used again by the next layer.
+        """
+        rt = self.runtime
+        rows = topk.shape[0]
+        requests = block_table.shape[0]
+        out, counts = rt.outputs(rows)
+        rt.kernels.swap_in(
+            self.cache,
+            rt.tables.requests,
+            topk,
+            block_table,
+            out,
+            counts,
+            query_tokens=rows // requests,
+            stride_rows=stride_rows,
+        )
+        return out, counts
+
+    def gather(self, group: PrefillGroup, block_table: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
+        """The contexts of a prefill group: bf16 [group.rows, 576], the first rows of `workspace`.
+
+        block_table: int32 [R, B] of the whole batch.
+        """
+        rt = self.runtime
+        contexts = group.contexts
+        staging = rt.staging.take(self.order, group.number, contexts) if contexts is not None else None
+        rows = workspace[: group.rows]
+        rt.kernels.gather_context(
+            rows,
+            self.cache,
+            rt.tables.requests,
+            block_table[group.first : group.last],
+            group.slots,
+            group.starts,
+            group.lengths,
+            contexts.places if contexts is not None else None,
+            staging,
+        )
+        rt.fetch_ahead(self.order, group)
+        return rows
+
+
+class SparseRuntime:
+    """All main layers of a worker, their tables, and the batch of the current step."""
+
+    def __init__(
+        self,
+        plan: SparsePlan,
+        tables: HostTables,
+        caches: dict[str, LayerCache],
+        kernels: KernelSet,
+        workspace_rows: int,
+    ) -> None:
+        """caches: layer name -> its cache, in the order in which the model runs them."""
+        self.plan, self.tables, self.kernels = plan, tables, kernels
+        self.workspace_rows = workspace_rows
+        self.layers = {
+            name: HostLayer(name, order, cache, self) for order, (name, cache) in enumerate(caches.items())
+        }
+        device = next(iter(caches.values())).cache.device
+        self._device = device
+        rows = tables.sizes.rows * plan.query_tokens
+        self._out = torch.full((rows, plan.topk), -1, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._batch: Sequence[BatchRow] = ()
+        self._groups: tuple[int, list[PrefillGroup]] | None = None
+        self.staging = Staging(
+            list(caches.values()), tables, kernels, capacity=-(-workspace_rows // plan.block_tokens)
+        )
+
+    def outputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for a decode batch's indices, int32 [rows, k], and counts, int32 [rows]."""
+        if rows > self._out.shape[0]:  # only while graphs are captured for more rows than there are requests
+            return self._out.new_empty((rows, self.plan.topk)), self._counts.new_empty(rows)
+        return self._out[:rows], self._counts[:rows]
+
+    def begin(self, batch: Sequence[BatchRow]) -> None:
+        """The next forward computes this batch, in row order; tables are brought up to date for it."""
+        self._batch, self._groups = batch, None
+        self.tables.set_rows([row.req_id for row in batch])
+        self.tables.flush()
+        self.staging.reset()
+
+    @property
+    def reads_host(self) -> bool:
+        """Whether some request of the batch has blocks that only the arena holds."""
+        return any(self.tables.has_pages(row.req_id) for row in self._batch)
+
+    def prefill_groups(self, first: int) -> list[PrefillGroup]:
+        """The batch's requests from row `first` on, in groups that fit the workspace."""
+        if self._groups is None or self._groups[0] != first:
+            self._groups = (first, self._split(first))
+        return self._groups[1]
+
+    def fetch_ahead(self, layer: int, group: PrefillGroup) -> None:
+        """Starts to fetch what prefill attention needs after this layer and group."""
+        assert self._groups is not None
+        groups = self._groups[1]
+        if group.number + 1 < len(groups):
+            following = groups[group.number + 1]
+        else:
+            layer, following = layer + 1, groups[0]
+        self.staging.ahead(layer, following.number, following.contexts)
+
+    def _split(self, first: int) -> list[PrefillGroup]:
+        groups: list[PrefillGroup] = []
+        start, rows = first, 0
+        for index in range(first, len(self._batch)):
+            length = self._batch[index].computed + self._batch[index].scheduled
+            if rows and rows + length > self.workspace_rows:
+                groups.append(self._group(len(groups), start, index))
+                start, rows = index, 0
+            rows += length
+        if start < len(self._batch):
+            groups.append(self._group(len(groups), start, len(self._batch)))
+        return groups
+
+    def _group(self, number: int, first: int, last: int) -> PrefillGroup:
+        members = self._batch[first:last]
+        begin = sum(row.scheduled for row in self._batch[:first])
+        lengths = [row.computed + row.scheduled for row in members]
+        starts = [sum(lengths[:i]) for i in range(len(members))]
+        slots = [self.tables.slot(row.req_id) for row in members]
+        table = torch.tensor(
+            [slots, starts, lengths, [row.scheduled for row in members]],
+            dtype=torch.int32,
+            pin_memory=self._device.type == "cuda",
+        ).to(self._device, non_blocking=True)
+        tokens = sum(row.scheduled for row in members)
+        token_starts = torch.repeat_interleave(table[1], table[3], output_size=tokens)
+        return PrefillGroup(
+            number,
+            first,
+            last,
+            slice(begin, begin + tokens),
+            table[0],
+            table[1],
+            table[2],
+            token_starts.unsqueeze(1),
+            sum(lengths),
+            self.staging.contexts([row.req_id for row in members]),
+        )
+
+
+_current: SparseRuntime | None = None
+
+
+def use(runtime: SparseRuntime | None) -> None:
+    """The runtime of this worker process from now on."""
+    global _current
+    _current = runtime
+
+
+def host_layer(name: str) -> HostLayer | None:
+    """The layer of this name; None for one that is not host-backed, or before the caches are registered."""
+    return _current.layers.get(name) if _current is not None else None

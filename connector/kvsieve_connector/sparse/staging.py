@@ -1,0 +1,110 @@
+"""Prefill over a context in the arena: pages come ahead of compute, into two buffers by turns.
+
+While attention runs over one context, the pages of the next (the next group of requests, or the first group
+of the next layer) are fetched on a stream of their own. What a layer needs from the GPU, the chunk's own rows
+among it, is written only when the layer runs, so only the arena's pages are staged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvsieve_connector.sparse.tables import HostTables
+
+if TYPE_CHECKING:
+    from kvsieve_connector.kernels.swap_in import LayerCache
+    from kvsieve_connector.sparse.kernel_set import KernelSet
+
+FETCH_BLOCKS = 16
+"""Multiprocessors that a fetch takes from compute; enough to keep the link busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedContexts:
+    """The arena's pages of a group of contexts.
+
+    places: int32 [n, B], per request and block its place in a staging buffer, -1 for a block on the GPU.
+    addresses: int64 [pages], host addresses of the slots, in the order of places.
+    """
+
+    places: torch.Tensor
+    addresses: torch.Tensor
+
+
+class Staging:
+    """Two buffers of pages, used by turns. Items are (layer, group), in the order in which attention runs."""
+
+    def __init__(
+        self, caches: Sequence[LayerCache], tables: HostTables, kernels: KernelSet, capacity: int
+    ) -> None:
+        """caches: the layers, in the order of their runs. capacity: most pages of a group of contexts."""
+        self._caches, self._tables, self._kernels, self._capacity = caches, tables, kernels, capacity
+        self._device = caches[0].cache.device
+        self._buffers: list[torch.Tensor] = []
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._turn = 0
+        self._fetched: tuple[int, int] | None = None
+
+    def reset(self) -> None:
+        """Another batch: what was fetched ahead is of the last one."""
+        self._fetched = None
+
+    def contexts(self, req_ids: Sequence[str]) -> StagedContexts | None:
+        """Where the pages of these requests' contexts go; None when all are on the GPU."""
+        places = torch.full((len(req_ids), self._tables.sizes.blocks), -1, dtype=torch.int32)
+        addresses: list[int] = []
+        for row, req_id in enumerate(req_ids):
+            for index, address in self._tables.host_pages(req_id):
+                places[row, index] = len(addresses)
+                addresses.append(address)
+        if not addresses:
+            return None
+        pinned = self._device.type == "cuda"
+        where = torch.tensor(addresses, dtype=torch.int64, pin_memory=pinned)
+        if pinned:
+            places = places.pin_memory()
+        return StagedContexts(
+            places.to(self._device, non_blocking=True), where.to(self._device, non_blocking=True)
+        )
+
+    def take(self, layer: int, group: int, contexts: StagedContexts) -> torch.Tensor:
+        """The pages of an item, uint8 [pages, page bytes], on the current stream; fetched now if they were
+        not fetched ahead."""
+        if self._fetched != (layer, group):
+            self._fetch(layer, contexts)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._fetched = None
+        return self._buffers[self._turn]
+
+    def ahead(self, layer: int, group: int, contexts: StagedContexts | None) -> None:
+        """Starts to fetch an item; what runs on the current stream up to now comes first."""
+        if contexts is not None and layer < len(self._caches):
+            self._fetch(layer, contexts)
+            self._fetched = (layer, group)
+
+    def _fetch(self, layer: int, contexts: StagedContexts) -> None:
+        if not self._buffers:
+            page_bytes = self._caches[0].cache.shape[1] * self._caches[0].cache.shape[2]
+            self._buffers = [
+                torch.empty((self._capacity, page_bytes), dtype=torch.uint8, device=self._device)
+                for _ in range(2)
+            ]
+        self._turn ^= 1
+        with self._beside():
+            addresses = contexts.addresses + self._caches[layer].layer_offset
+            self._kernels.fetch_pages(self._buffers[self._turn], addresses, FETCH_BLOCKS)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield

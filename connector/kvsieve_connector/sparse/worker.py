@@ -1,0 +1,199 @@
+"""The worker's half in sparse mode: keeps the tables that attention reads the arena by.
+
+Orders come once a step, before the forward: which requests are host-backed, which of their blocks are read
+from the arena from now on, and whose tables go. They are on the device before anything of the step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+
+from kvsieve_connector.copy.base import LayerPages
+from kvsieve_connector.kernels.swap_in import LayerCache
+from kvsieve_connector.metadata import StepOrders
+from kvsieve_connector.sparse import runtime as runtimes
+from kvsieve_connector.sparse.backends import workspace_rows
+from kvsieve_connector.sparse.check import check_layers
+from kvsieve_connector.sparse.counters import CounterReader
+from kvsieve_connector.sparse.kernel_set import kernel_set
+from kvsieve_connector.sparse.plan import SparsePlan
+from kvsieve_connector.sparse.runtime import BatchRow, SparseRuntime
+from kvsieve_connector.sparse.spec import main_groups
+from kvsieve_connector.sparse.tables import HostTables, TableSizes
+from kvsieve_connector.worker import WorkerHalf
+from kvsieve_store.client import ArenaMap, Attachment
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger("vllm.kvsieve")
+
+
+class SparseWorkerHalf(WorkerHalf):
+    """See the module's docstring."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, plan: SparsePlan) -> None:
+        super().__init__(vllm_config, kv_cache_config)
+        self._plan = plan
+        self._runtime: SparseRuntime | None = None
+        self._counters: CounterReader | None = None
+        self._kept: dict[int, tuple[ArenaMap, Callable[[], None]]] = {}
+        """Arenas of sessions that are over, by epoch, which live requests still read; how to unpin each."""
+        self._drafts = vllm_config.speculative_config is not None
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register(kv_caches)
+        check_layers(self._vllm_config, [name for name in kv_caches if ".indexer." not in name])
+        groups = main_groups(self._kv_cache_config)
+        main = [layer for layer in self._copies.layers if layer.group in groups]
+        sizes = table_sizes(self._vllm_config, self._kv_cache_config, self._plan, len(main))
+        device = main[0].view.device
+        tables = HostTables(sizes, device)
+        caches = {
+            layer.name: self._layer_cache(layer, order, groups.index(layer.group), tables)
+            for order, layer in enumerate(main)
+        }
+        self._runtime = SparseRuntime(
+            self._plan, tables, caches, kernel_set(device), workspace_rows(self._vllm_config)
+        )
+        self._counters = CounterReader(tables.counters, self._plan.row_bytes)
+        runtimes.use(self._runtime)
+        logger.info(
+            "kvsieve: sparse mode: %d main layers in %d KV groups, hot buffers of %d rows, at most %d "
+            "host-backed requests, %.0f MiB of tables",
+            len(main),
+            len(groups),
+            self._plan.hot_rows,
+            sizes.slots,
+            sizes.bytes / 2**20,
+        )
+
+    def begin(self, orders: StepOrders) -> None:
+        super().begin(orders)
+        tables = self._sparse.tables
+        for req_id in orders.host_ended:
+            tables.end(req_id)
+        for backed in orders.host_backed:
+            tables.begin(backed.req_id, backed.hot_blocks)
+        for host in orders.host_blocks:
+            arena = self._arena_of(host.epoch)
+            tables.add(host.req_id, ((index, arena.address(slot)) for index, slot in host.blocks))
+        for epoch in orders.forget_epochs:
+            self._forget(epoch)
+
+    def prepare_forward(self, step: dict[str, Any]) -> None:
+        """step: what vLLM's V2 runner gives to start_load_kv. Empty when there is no forward.
+
+        Raises RuntimeError when a runner gives less than is needed to know the batch.
+        """
+        if not step:
+            self._sparse.begin(())
+            return
+        if "request_ids" not in step or "scheduler_output" not in step:
+            raise RuntimeError(
+                f"kvsieve: sparse mode needs vLLM's V2 model runner; this one tells only {sorted(step)}"
+            )
+        self._sparse.begin(batch_rows(step["request_ids"], step["scheduler_output"]))
+
+    def forward_launched(self) -> None:
+        """Nothing more of this step reads the tables, unless a drafter follows."""
+        if not self._drafts:
+            self._sparse.tables.clear_rows()
+
+    def results(self) -> Any:
+        assert self._counters is not None
+        self.stats.add(**self._counters.poll())
+        return super().results()
+
+    def close(self) -> None:
+        runtimes.use(None)
+        for epoch in list(self._kept):
+            self._forget(epoch)
+        super().close()
+
+    def _layer_cache(self, layer: LayerPages, order: int, group: int, tables: HostTables) -> LayerCache:
+        tokens, row = self._plan.block_tokens, self._plan.row_bytes
+        if layer.pages != 1 or layer.page_bytes != tokens * row:
+            raise ValueError(
+                f"kvsieve: layer {layer.name}: pages of {layer.page_bytes} bytes, {tokens} rows of {row} "
+                "expected"
+            )
+        view = layer.view
+        return LayerCache(
+            cache=view.as_strided((view.shape[0], tokens, row), (view.stride(0), row, 1)),
+            layer_offset=layer.offset,
+            group=group,
+            slot_of=tables.slot_of[order],
+            tag=tables.tag[order],
+            stamp=tables.stamp[order],
+            clock=tables.clock[order],
+            counters=tables.counters[order],
+        )
+
+    def _arena_of(self, epoch: int) -> ArenaMap:
+        if epoch in self._kept:
+            return self._kept[epoch][0]
+        assert self._arena is not None
+        assert epoch == self._epoch, "host blocks of an arena that is not mapped"
+        return self._arena
+
+    def _map(self, attachment: Attachment) -> None:
+        self._keep()
+        super()._map(attachment)
+
+    def _unmap(self) -> None:
+        self._keep()
+        super()._unmap()
+
+    def _keep(self) -> None:
+        """The session is over; its arena stays mapped, pinned and locked while requests read it."""
+        if self._arena is not None:
+            self._copies.drain()
+            self._kept[self._epoch] = (self._arena, self._copies.leave())
+            self._arena = None
+
+    def _forget(self, epoch: int) -> None:
+        kept = self._kept.pop(epoch, None)
+        if kept is not None:
+            arena, unpin = kept
+            unpin()
+            arena.close()
+
+    @property
+    def _sparse(self) -> SparseRuntime:
+        assert self._runtime is not None, "the paged cache is not registered yet"
+        return self._runtime
+
+
+def batch_rows(request_ids: Sequence[str], scheduler_output: Any) -> list[BatchRow]:
+    """The step's batch in row order. scheduler_output: vLLM's SchedulerOutput."""
+    computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+    cached = scheduler_output.scheduled_cached_reqs
+    computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    scheduled = scheduler_output.num_scheduled_tokens
+    return [BatchRow(req_id, computed[req_id], scheduled[req_id]) for req_id in request_ids]
+
+
+def table_sizes(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, plan: SparsePlan, layers: int
+) -> TableSizes:
+    """A host-backed request holds hot blocks of the pool, which bounds how many there can be."""
+    groups = len(main_groups(kv_cache_config))
+    blocks = -(-vllm_config.model_config.max_model_len // plan.block_tokens)
+    requests = vllm_config.scheduler_config.max_num_seqs
+    graphs = vllm_config.compilation_config.cudagraph_capture_sizes or [0]
+    return TableSizes(
+        slots=plan.table_slots(kv_cache_config.num_blocks, groups, requests),
+        blocks=blocks,
+        pages=plan.pages(kv_cache_config.num_blocks),
+        groups=groups,
+        hot_blocks=plan.hot_blocks,
+        layers=layers,
+        block_tokens=plan.block_tokens,
+        rows=max(requests, *graphs),
+    )
