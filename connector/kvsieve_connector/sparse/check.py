@@ -45,7 +45,7 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
         )
     if len(others) != 1:
         raise SparseModeError(
-            "kvsieve: sparse mode expects one KV group beside those of the host-backed layers, the indexer's; "
+            "kvsieve: sparse mode expects one KV group beside those of host-backed layers, the indexer's; "
             f"this model has {len(others)}"
         )
     index = others[0]
