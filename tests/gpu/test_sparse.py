@@ -49,10 +49,12 @@ STOCK_RUNS = 4
 NEW_TOKENS = 700
 """What the prompts have beyond the prefixes that an engine saved before a restart."""
 
+HOT_ROWS = 2048
+"""As few as can be: the top-k. Requests of more than a hot buffer's tokens give up their blocks."""
 GPU_BLOCKS = 1400
-"""Blocks of the sparse engine's pool. All requests at once take about 1,100 for indexer, windows and hot
+"""Blocks of the sparse engine's pool. All requests at once take about 900 for indexer, windows and hot
 buffers, and 2,000 more would hold their main planes."""
-SMALL_POOL = 1150
+SMALL_POOL = 950
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -117,9 +119,8 @@ def sparse(tiny_dsa: Path, gpu_engine: Engine) -> Callable[..., AbstractContextM
     @contextmanager
     def start(case: str, store: StoreProcess, **more: Any) -> Iterator[Any]:
         arguments = _arguments(case) | {"num_gpu_blocks_override": GPU_BLOCKS} | more
-        with gpu_engine(
-            tiny_dsa, store.endpoint, kvsieve={"mode": "sparse"}, disable_log_stats=False, **arguments
-        ) as llm:
+        own = {"mode": "sparse", "hot_rows": HOT_ROWS}
+        with gpu_engine(tiny_dsa, store.endpoint, kvsieve=own, disable_log_stats=False, **arguments) as llm:
             arena_ready(llm)
             yield llm
 
