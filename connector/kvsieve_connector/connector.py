@@ -26,7 +26,8 @@ from kvsieve_connector.geometry import check_supported
 from kvsieve_connector.metadata import Handshake, StepOrders, WorkerReport
 from kvsieve_connector.scheduler import SchedulerHalf
 from kvsieve_connector.session import Session
-from kvsieve_connector.settings import parse_settings
+from kvsieve_connector.settings import ConnectorSettings, parse_settings
+from kvsieve_connector.sparse.check import check_config as check_sparse
 from kvsieve_connector.stats import KVSievePromMetrics, KVSieveStats
 from kvsieve_connector.worker import WorkerHalf
 
@@ -59,6 +60,8 @@ class KVSieveConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
         check_supported(vllm_config, kv_cache_config)
+        if settings.mode == "sparse":
+            check_sparse(vllm_config, kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._session: Session | None = None
@@ -69,7 +72,7 @@ class KVSieveConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, settings)
             self._session = Session(vllm_config, settings, self._scheduler)
         else:
-            self._worker = _worker_half(vllm_config, kv_cache_config)
+            self._worker = _worker_half(vllm_config, kv_cache_config, settings)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -222,12 +225,12 @@ class KVSieveConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
 
-def _worker_half(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerHalf:
+def _worker_half(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: ConnectorSettings
+) -> WorkerHalf:
     """Sparse mode's is imported only where it is wanted: it needs vLLM 0.33 and its sparse backends."""
-    from kvsieve_connector.sparse.plan import SparsePlan, sparse_wanted
-
-    if not sparse_wanted(vllm_config):
+    if settings.mode == "cache":
         return WorkerHalf(vllm_config, kv_cache_config)
     from kvsieve_connector.sparse.worker import SparseWorkerHalf
 
-    return SparseWorkerHalf(vllm_config, kv_cache_config, SparsePlan.of_config(vllm_config))
+    return SparseWorkerHalf(vllm_config, kv_cache_config, settings)

@@ -110,8 +110,8 @@ class Pinning:
         return self._error
 
     def undo(self) -> None:
-        """Unpins and forgets the segments; waits for a chunk that is being pinned. No copy or kernel that reads
-        them may be under way. May be called again."""
+        """Unpins and forgets the segments; waits for a chunk that is being pinned. No copy or kernel that
+        reads them may be under way. May be called again."""
         self._stop.set()
         self._thread.join()
         self._segments.clear()

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvsieve_connector.kernels.swap_in import LayerCache
+from kvsieve_connector.sparse.ahead import Prefetcher
+from kvsieve_connector.sparse.prefetch import Policy
 from kvsieve_connector.sparse.staging import StagedContexts, Staging
 from kvsieve_connector.sparse.tables import HostTables
 
@@ -74,6 +76,7 @@ class HostLayer:
         rows = topk.shape[0]
         requests = block_table.shape[0]
         out, counts = rt.outputs(rows)
+        rt.prefetcher.before()
         rt.kernels.swap_in(
             self.cache,
             rt.tables.requests,
@@ -84,6 +87,7 @@ class HostLayer:
             query_tokens=rows // requests,
             stride_rows=stride_rows,
         )
+        rt.prefetcher.after(self.order, topk, requests)
         return out, counts
 
     def gather(self, group: PrefillGroup, block_table: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
@@ -119,9 +123,11 @@ class SparseRuntime:
         tables: HostTables,
         caches: dict[str, LayerCache],
         kernels: KernelSet,
+        policy: Policy,
         workspace_rows: int,
     ) -> None:
-        """caches: layer name -> its cache, in the order in which the model runs them."""
+        """caches: layer name -> its cache, in the order in which the model runs them. workspace_rows: of the
+        workspace for gathered contexts, which holds the longest."""
         self.plan, self.tables, self.kernels = plan, tables, kernels
         self.workspace_rows = workspace_rows
         self.layers = {
@@ -132,6 +138,7 @@ class SparseRuntime:
         rows = tables.sizes.rows * plan.query_tokens
         self._out = torch.full((rows, plan.topk), -1, dtype=torch.int32, device=device)
         self._counts = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.prefetcher = Prefetcher(policy, list(caches.values()), tables, kernels, plan.topk)
         self._batch: Sequence[BatchRow] = ()
         self._groups: tuple[int, list[PrefillGroup]] | None = None
         self.staging = Staging(

@@ -15,12 +15,14 @@ from vllm.logger import init_logger
 from kvsieve_connector.copy.base import LayerPages
 from kvsieve_connector.kernels.swap_in import LayerCache
 from kvsieve_connector.metadata import StepOrders
+from kvsieve_connector.settings import ConnectorSettings
 from kvsieve_connector.sparse import runtime as runtimes
 from kvsieve_connector.sparse.backends import workspace_rows
 from kvsieve_connector.sparse.check import check_layers
 from kvsieve_connector.sparse.counters import CounterReader
 from kvsieve_connector.sparse.kernel_set import kernel_set
 from kvsieve_connector.sparse.plan import SparsePlan
+from kvsieve_connector.sparse.prefetch import Policy, make_policy
 from kvsieve_connector.sparse.runtime import BatchRow, SparseRuntime
 from kvsieve_connector.sparse.spec import main_groups
 from kvsieve_connector.sparse.tables import HostTables, TableSizes
@@ -37,9 +39,12 @@ logger = init_logger("vllm.kvsieve")
 class SparseWorkerHalf(WorkerHalf):
     """See the module's docstring."""
 
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, plan: SparsePlan) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: ConnectorSettings
+    ) -> None:
         super().__init__(vllm_config, kv_cache_config)
-        self._plan = plan
+        self._settings = settings
+        self._plan = SparsePlan.of(vllm_config, settings)
         self._runtime: SparseRuntime | None = None
         self._counters: CounterReader | None = None
         self._kept: dict[int, tuple[ArenaMap, Callable[[], None]]] = {}
@@ -59,7 +64,12 @@ class SparseWorkerHalf(WorkerHalf):
             for order, layer in enumerate(main)
         }
         self._runtime = SparseRuntime(
-            self._plan, tables, caches, kernel_set(device), workspace_rows(self._vllm_config)
+            self._plan,
+            tables,
+            caches,
+            kernel_set(device),
+            self._policy(list(caches)),
+            workspace_rows(self._vllm_config),
         )
         self._counters = CounterReader(tables.counters, self._plan.row_bytes)
         runtimes.use(self._runtime)
@@ -115,6 +125,16 @@ class SparseWorkerHalf(WorkerHalf):
         for epoch in list(self._kept):
             self._forget(epoch)
         super().close()
+
+    def _policy(self, names: list[str]) -> Policy:
+        """The configured policy. names: the main layers, in order; one without an indexer uses the list of
+        the last one before it that has one."""
+        layers = self._vllm_config.compilation_config.static_forward_context
+        leaders: list[int] = []
+        for order, name in enumerate(names):
+            own = order == 0 or getattr(layers.get(name), "indexer", None) is not None
+            leaders.append(order if own else leaders[-1])
+        return make_policy(self._settings.prefetch, len(names), leaders=leaders)
 
     def _layer_cache(self, layer: LayerPages, order: int, group: int, tables: HostTables) -> LayerCache:
         tokens, row = self._plan.block_tokens, self._plan.row_bytes
