@@ -1,0 +1,191 @@
+"""Decode speed of real engines: one request that fits the GPU, and more requests than fit it.
+
+Engines live side by side in processes of their own and take turns with the same prompts. Only steps that
+decode and do nothing else count (steps.decode_speed); what a whole load took stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from bench.gpu.engines import Engines, EngineSpec, Load, Run, common_arguments, hisparse, kvsieve, model
+from bench.gpu.steps import decode_speed
+from bench.gpu.table import device, tell
+from kvsieve_store.bench.report import Goal, Report
+from kvsieve_store.bench.store import TemporaryStore
+
+LAYERS = 16
+CHUNK = 2048
+BLOCK = 64
+HELD = 4
+"""Requests that stock vLLM's cache has room for."""
+
+_ROW_BYTES, _INDEXER_BYTES = 656, 132
+
+ENGINES = ("stock", "kvsieve", "hisparse", "hisparse-buffer-2x", "hisparse-hash-2x")
+
+
+def measure(
+    names: Sequence[str] = ENGINES,
+    *,
+    crowds: Sequence[int] = (8, 12),
+    prompt_tokens: int = 32_768,
+    layers: int = LAYERS,
+    repetitions: int = 3,
+    hot_rows: int | None = None,
+) -> Report:
+    """crowds: numbers of requests past what the GPU holds. repetitions: of the load of one request."""
+    single = Load(1, prompt_tokens, 256)
+    # Requests that are prefilled first decode meanwhile: long enough answers for all to decode together.
+    loads = [Load(n, prompt_tokens, n * -(-prompt_tokens // CHUNK) + 160, seed=10_000 * n) for n in crowds]
+    longest = prompt_tokens + max([single.answer_tokens, *(load.answer_tokens for load in loads)])
+    blocks = HELD * -(-longest // BLOCK) + 2
+    cache_bytes = blocks * BLOCK * layers * (_ROW_BYTES + _INDEXER_BYTES)
+    rows: list[dict[str, Any]] = []
+    # Host memory for all of the largest load, and half as much again.
+    host_gib = -(-3 * max([1, *crowds]) * longest * layers * (_ROW_BYTES + _INDEXER_BYTES) // 2**31)
+    flags = ("--pool-size", f"{host_gib}GiB")
+    with TemporaryStore(*flags) as store:
+        arguments = common_arguments(model(layers), cache_bytes, -(-longest // 1024 + 1) * 1024)
+        with Engines(_specs(names, arguments, store.endpoint, host_gib, hot_rows)) as engines:
+            rows += _single(engines, single, repetitions)
+            for load in loads:
+                rows += _crowd(engines, load)
+            for name, why in engines.failed.items():
+                rows.append({"case": "failed", "engine": name, "error": why.splitlines()[0][:150]})
+            about = engines.about
+    parameters = {
+        "layers": layers,
+        "prompt_tokens": prompt_tokens,
+        "cache_bytes": cache_bytes,
+        "stock_holds": HELD,
+        "host_gib": host_gib,
+        "hot_rows": hot_rows,
+        "weights": "random, standard deviation 0.02",
+        "engines": about,
+        **device(),
+    }
+    return Report("gpu-serve", parameters, rows, _goals(rows))
+
+
+def _specs(
+    names: Sequence[str], arguments: dict[str, Any], endpoint: str, host_gib: int, hot_rows: int | None
+) -> list[EngineSpec]:
+    own: dict[str, Any] = {"mode": "sparse"} | ({"hot_rows": hot_rows} if hot_rows else {})
+    buffer = {"hisparse_config": {"device_buffer_size": 8192}}
+    native = {"kv_transfer_config": hisparse(host_gib)}
+    more: dict[str, dict[str, Any]] = {
+        "stock": {},
+        "kvsieve": {"kv_transfer_config": kvsieve(endpoint, **own)},
+        "hisparse": native,
+        "hisparse-buffer-2x": native | {"attention_config": arguments["attention_config"] | buffer},
+        "hisparse-hash-2x": native,
+    }
+    return [EngineSpec(name, arguments | more[name], name == "hisparse-hash-2x") for name in names]
+
+
+def _single(engines: Engines, load: Load, repetitions: int) -> list[dict[str, Any]]:
+    """Rows of the engines, from medians over the repetitions; their order turns round each time."""
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for turn in range(repetitions):
+        again = Load(load.requests, load.prompt_tokens, load.answer_tokens, seed=1 + turn)
+        for name in engines.names[:: -1 if turn % 2 else 1]:
+            if run := engines.run(name, again):
+                speed = decode_speed(run.steps)
+                found.setdefault(name, []).append((speed.itl_ms, speed.itl_p95_ms, run.seconds))
+    rows: list[dict[str, Any]] = []
+    for name, values in found.items():
+        itl, p95, seconds = (statistics.median(column) for column in zip(*values, strict=True))
+        row = {"case": "1 request", "engine": name, "decoding": 1, "itl_ms": itl, "itl_p95_ms": p95}
+        row |= {
+            "tokens_s": round(1000 / itl, 1),
+            "load_s": round(seconds, 2),
+            "itls_ms": [v[0] for v in values],
+        }
+        if "stock" in found:
+            pairs = zip(values, found["stock"], strict=False)
+            row["itl_ratio"] = round(statistics.median(a[0] / b[0] for a, b in pairs), 4)
+        rows.append(row)
+    return rows
+
+
+def _crowd(engines: Engines, load: Load) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for name in list(engines.names):
+        if run := engines.run(name, load):
+            rows.append(_crowd_row(name, load, run))
+    stock = next((row for row in rows if row["engine"] == "stock"), None)
+    for row in rows if stock else ():
+        assert stock is not None
+        row["itl_ratio"] = round(row["itl_ms"] / stock["itl_ms"], 3)
+        row["throughput_ratio"] = round(row["tokens_s"] / stock["tokens_s"], 3)
+        row["load_ratio"] = round(stock["load_s"] / row["load_s"], 3)
+    return rows
+
+
+def _crowd_row(name: str, load: Load, run: Run) -> dict[str, Any]:
+    speed = decode_speed(run.steps)
+    tokens = load.requests * load.answer_tokens
+    row = {
+        "case": f"{load.requests} requests",
+        "engine": name,
+        "decoding": speed.requests,
+        "itl_ms": speed.itl_ms,
+        "itl_p95_ms": speed.itl_p95_ms,
+        "tokens_s": speed.tokens_s,
+        "load_s": round(run.seconds, 2),
+        "load_tokens_s": round(tokens / run.seconds, 1),
+        "steps": speed.steps,
+        "preempted": run.preemptions,
+        "counters": run.counters,
+    }
+    asked, missed = (run.counters.get(f"kvsieve_{n}", 0) for n in ("asked_rows", "missed_rows"))
+    if asked:
+        row["missed_share"] = round(missed / asked, 4)
+    return row
+
+
+def _goals(rows: list[dict[str, Any]]) -> list[Goal]:
+    def of(case: str, engine: str) -> dict[str, Any]:
+        return next((r for r in rows if r.get("case") == case and r.get("engine") == engine), {})
+
+    goals = []
+    if ratio := of("1 request", "kvsieve").get("itl_ratio"):
+        goals.append(Goal("time between tokens, 1 request, of stock", ratio, 1.03, "x", at_least=False))
+    for case in dict.fromkeys(row["case"] for row in rows if row.get("throughput_ratio")):
+        ours = of(case, "kvsieve").get("tokens_s")
+        for engine, least in (("stock", 2.0), ("hisparse", 1.5), ("hisparse-hash-2x", 1.15)):
+            if ours and (theirs := of(case, engine).get("tokens_s")):
+                goals.append(Goal(f"decode, {case}, of {engine}", round(ours / theirs, 3), least, "x"))
+    return goals
+
+
+_COLUMNS = [
+    *("case", "engine", "decoding", "itl_ms", "itl_p95_ms", "itl_ratio", "tokens_s", "throughput_ratio"),
+    *("load_s", "load_ratio", "preempted", "missed_share", "error"),
+]
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="bench.gpu serve", description=__doc__)
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--crowds", nargs="*", type=int, default=[8, 12], help="requests past the GPU's room")
+    parser.add_argument("--prompt", type=int, default=32_768, help="tokens of a prompt")
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--hot-rows", type=int, help="of kvsieve's hot buffers")
+    args = parser.parse_args(arguments)
+    tell(
+        measure(
+            args.engines,
+            crowds=args.crowds,
+            prompt_tokens=args.prompt,
+            layers=args.layers,
+            repetitions=args.repetitions,
+            hot_rows=args.hot_rows,
+        ),
+        _COLUMNS,
+    )
