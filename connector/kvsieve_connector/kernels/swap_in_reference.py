@@ -1,0 +1,143 @@
+"""What `swap_in` and `prefetch` mean, in torch on CPU; page_addr holds addresses of this process's memory.
+
+Which slot a miss takes is the implementation's choice, within these rules: never one used in the same call,
+and a slot used since the hand last came by is passed over once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from .tables import ABSENT, COUNTERS, LayerCache, RequestTables, check_prefetch, check_swap_in
+
+__all__ = ["LayerCache", "RequestTables", "prefetch", "swap_in"]
+
+HAND, CALLS = 0, 1
+PREFETCHED = 1 << 30  # marks the stamp of a row that no swap_in has asked for yet
+
+
+def swap_in(
+    layer: LayerCache,
+    tables: RequestTables,
+    topk: torch.Tensor,
+    block_table: torch.Tensor,
+    out: torch.Tensor,
+    counts: torch.Tensor | None,
+    *,
+    query_tokens: int,
+    stride_rows: int,
+) -> None:
+    """As swap_in.swap_in."""
+    check_swap_in(layer, tables, topk, block_table, out, counts, query_tokens)
+    out.fill_(-1)
+    if counts is not None:
+        counts.zero_()
+    for r in range(topk.shape[0] // query_tokens):
+        s = int(tables.row_slot[r])
+        if s < 0:
+            continue
+        layer.clock[s, CALLS] += 1
+        buffer = _HotBuffer(layer, tables, s)
+        mine = slice(r * query_tokens, (r + 1) * query_tokens)
+        block, offset, pages = _places(layer, tables, s, topk[mine])
+        on_gpu, on_host = (topk[mine] >= 0) & (pages == 0), pages > 0
+        places = block_table[r][block[on_gpu]] * stride_rows + offset[on_gpu]
+        out[mine][on_gpu] = places.to(torch.int32)
+
+        rows = (pages * layer.cache.shape[1] + offset)[on_host]
+        missing = buffer.use(rows.unique(), count=True)
+        for row in missing:
+            buffer.count("lost", not buffer.fetch(row, 0))
+        slots = layer.slot_of[rows].to(torch.int32)
+        out[mine][on_host] = torch.where(slots >= 0, buffer.index(slots, stride_rows), -1)
+
+        asked, gpu_rows = int((topk[mine] >= 0).sum()), int(on_gpu.sum())
+        buffer.count("asked", asked)
+        buffer.count("gpu_rows", gpu_rows)
+        buffer.count("hot_hits", asked - gpu_rows - len(missing))
+        buffer.count("misses", len(missing))
+        if counts is not None:
+            counts[mine] = (topk[mine] >= 0).sum(1, dtype=torch.int32)
+
+
+def prefetch(layer: LayerCache, tables: RequestTables, positions: torch.Tensor) -> None:
+    """As swap_in.prefetch."""
+    check_prefetch(layer, tables, positions)
+    for r in range(positions.shape[0]):
+        s = int(tables.row_slot[r])
+        if s < 0:
+            continue
+        buffer = _HotBuffer(layer, tables, s)
+        _, offset, pages = _places(layer, tables, s, positions[r])
+        rows = (pages * layer.cache.shape[1] + offset)[pages > 0].unique()
+        for row in buffer.use(rows, count=False):
+            buffer.count("prefetched", buffer.fetch(row, PREFETCHED))
+
+
+def _places(
+    layer: LayerCache, tables: RequestTables, s: int, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logical block, row in it and page number (0 where there is none) of each position, int64."""
+    asked = positions.clamp(min=0).long()
+    block, offset = asked // layer.cache.shape[1], asked % layer.cache.shape[1]
+    return block, offset, torch.where(positions >= 0, tables.page[s][block], 0).long()
+
+
+class _HotBuffer:
+    """The hot buffer of one request in one layer."""
+
+    def __init__(self, layer: LayerCache, tables: RequestTables, s: int) -> None:
+        self.layer, self.tables = layer, tables
+        self.tag, self.stamp, self.clock = layer.tag[s], layer.stamp[s], layer.clock[s]
+        self.blocks = tables.hot_blocks[layer.group, s]
+        self.epoch = int(self.clock[CALLS]) + 1
+
+    def use(self, rows: torch.Tensor, *, count: bool) -> list[int]:
+        """Stamp the page rows that are present; returns the others."""
+        slots = self.layer.slot_of[rows].long()
+        present = slots[slots >= 0]
+        if count:
+            self.count("prefetched_used", int((self.stamp[present] & PREFETCHED != 0).sum()))
+        self.stamp[present] = self.epoch
+        return [int(row) for row in rows[slots < 0]]
+
+    def fetch(self, row: int, mark: int) -> bool:
+        """Copy one page row from the host to a slot; False if every slot is in use."""
+        h = self._victim()
+        if h is None:
+            return False
+        old = int(self.tag[h])
+        if old >= 0:
+            self.layer.slot_of[old] = ABSENT
+        self.tag[h] = row
+        self.layer.slot_of[row] = h
+        self.stamp[h] = self.epoch | mark
+        _, block_tokens, row_bytes = self.layer.cache.shape
+        page, offset = divmod(row, block_tokens)
+        address = int(self.tables.page_addr[page]) + self.layer.layer_offset + offset * row_bytes
+        data = torch.frombuffer(bytearray(ctypes.string_at(address, row_bytes)), dtype=torch.uint8)
+        self.layer.cache[int(self.blocks[h // block_tokens]), h % block_tokens] = data
+        return True
+
+    def index(self, slots: torch.Tensor, stride_rows: int) -> torch.Tensor:
+        block_tokens = self.layer.cache.shape[1]
+        blocks = self.blocks[slots.clamp(min=0).long() // block_tokens]
+        return blocks * stride_rows + slots % block_tokens
+
+    def count(self, name: str, n: int) -> None:
+        self.layer.counters[COUNTERS.index(name)] += n
+
+    def _victim(self) -> int | None:
+        """Second chance, two turns of the hand at most."""
+        hot_rows = self.tag.shape[0]
+        for _ in range(2 * hot_rows):
+            h = int(self.clock[HAND]) % hot_rows
+            self.clock[HAND] += 1
+            stamp = int(self.stamp[h])
+            if stamp == 0:
+                return h
+            if stamp & ~PREFETCHED != self.epoch:
+                self.stamp[h] = 0
+        return None
