@@ -199,13 +199,16 @@ class Engines:
         self._engines[name].close()
 
 
-def model(layers: int, *, hidden: int = 1024, heads: int = 64) -> Path:
+def model(layers: int) -> Path:
     """Folder of a DeepSeek-V3.2 in small, made once, with random weights."""
-    path = _MODELS / f"dsa-{layers}-{hidden}-{heads}"
-    if not (path / "config.json").exists():
-        maker = [sys.executable, str(_ROOT / "tests/gpu/make_dsa.py"), str(path)]
-        sizes = ["--layers", str(layers), "--hidden", str(hidden), "--heads", str(heads)]
-        subprocess.run([*maker, *sizes], check=True)
+    path = _MODELS / f"dsa-{layers}"
+    return path if (path / "config.json").exists() else make_model(path, layers)
+
+
+def make_model(path: Path, layers: int, *, weights: bool = True) -> Path:
+    """Writes one to `path`; returns that. Without weights there is only its configuration."""
+    maker = [sys.executable, str(_ROOT / "tests/gpu/make_dsa.py"), str(path), "--layers", str(layers)]
+    subprocess.run(maker if weights else [*maker, "--no-weights"], check=True)
     return path
 
 
