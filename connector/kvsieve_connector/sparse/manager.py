@@ -6,21 +6,22 @@ they are in the arena. Blocks of a prefix hit are never allocated: they are in t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 
+from kvsieve_connector.sparse.plan import SparsePlan
 from kvsieve_connector.sparse.residency import Holding, Residency
+from kvsieve_connector.sparse.spec import HostBackedMLASpec
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
-
-    from kvsieve_connector.sparse.spec import HostBackedMLASpec
 
 
 class HostBackedManager(SlidingWindowManager):
-    """`residency` is set before the first request comes (SparseScheduler.bind)."""
+    """`residency` is set before the first request comes: bind_managers()."""
 
     kv_cache_spec: HostBackedMLASpec
     residency: Residency
@@ -120,3 +121,44 @@ class HostBackedManager(SlidingWindowManager):
             hot = self.block_pool.get_new_blocks(self._hot_blocks)
             self._hot[holding.request_id] = hot
             self.residency.claimed(holding, self.kv_cache_group_id, hot)
+
+
+def bind_managers(
+    kv_cache_manager: KVCacheManager,
+    plan: SparsePlan,
+    max_num_seqs: int,
+    on_end: Callable[[Holding], None],
+) -> Residency:
+    """Gives the main groups' managers one ledger, and returns it. on_end: see Residency.
+
+    Raises ValueError when vLLM has not planned the cache as sparse mode needs it.
+    """
+    managers = kv_cache_manager.coordinator.single_type_managers
+    main = [manager for manager in managers if isinstance(manager, HostBackedManager)]
+    others = [manager for manager in managers if not isinstance(manager, HostBackedManager)]
+    found = ", ".join(f"{type(m).__name__} of {type(m.kv_cache_spec).__name__}" for m in managers)
+    if not main or len(others) != 1 or not isinstance(others[0], FullAttentionManager):
+        raise ValueError(
+            "kvsieve: sparse mode needs KV groups of host-backed layers and one of full attention, for the "
+            f"indexer; vLLM has made these: {found}. Is it an attention backend that kvsieve does not know?"
+        )
+    if any(manager.kv_cache_spec != main[0].kv_cache_spec for manager in main):
+        raise ValueError("kvsieve: sparse mode needs one spec for all main layers; vLLM has several")
+    spec = main[0].kv_cache_spec
+    given = (spec.block_size, spec.window_blocks, spec.hot_blocks, others[0].block_size)
+    if given != (plan.block_tokens, plan.window_blocks, plan.hot_blocks, plan.block_tokens):
+        raise ValueError(
+            "kvsieve: sparse mode: block, window and hot blocks of main layers, and block of the indexer, "
+            f"are {given}, not as planned: {plan}"
+        )
+    pool = kv_cache_manager.block_pool
+    residency = Residency(
+        spec,
+        groups=tuple(manager.kv_cache_group_id for manager in main),
+        max_host_backed=plan.table_slots(pool.num_gpu_blocks, len(main), max_num_seqs),
+        max_pages=plan.pages(pool.num_gpu_blocks) - 1,
+        on_end=on_end,
+    )
+    for manager in main:
+        manager.residency = residency
+    return residency

@@ -52,9 +52,8 @@ class HostBackedMLASpec(SlidingWindowMLASpec):
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
-        """Raises ValueError when they differ."""
-        if any(spec != specs[0] for spec in specs):
-            raise ValueError("kvsieve: the main layers of one KV group must have one spec")
+        """Raises AssertionError when they differ, as vLLM's planner wants it."""
+        assert all(spec == specs[0] for spec in specs), "the main layers of one KV group must have one spec"
         return specs[0]
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
