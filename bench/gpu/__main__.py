@@ -9,6 +9,7 @@ NAMES = {
     "swap_in": "rows of a layer into the hot buffer, against HiSparse's ops, per layer in a CUDA graph",
     "capacity": "64k-token requests that a cache of 20 GiB holds at DeepSeek-V3.2's shapes (needs no device)",
     "serve": "time between tokens and decode throughput of engines: stock, kvsieve, HiSparse",
+    "copies": "copies between paged cache and arena by size of the piece: DMA against the kernel",
     "prefill": "prefill with and without the connector, and the speed of copies to the arena",
 }
 

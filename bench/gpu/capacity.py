@@ -49,7 +49,11 @@ def measure(
 def _row(
     engine: str, path: Path, own: dict[str, Any] | None, tokens: int, cache_gib: float
 ) -> dict[str, Any]:
-    from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+    from vllm.v1.core.kv_cache_planning import (
+        _pool_bytes_per_block,
+        get_global_kv_cache_groups,
+        get_kv_cache_configs,
+    )
     from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_capacity
 
     config = _engine_config(path, own, tokens)
@@ -64,7 +68,7 @@ def _row(
         "vllm_concurrency": round(get_kv_cache_capacity(config, cache)[1], 2),
         "groups": len(cache.kv_cache_groups),
         "blocks": cache.num_blocks,
-        "block_bytes": sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks,
+        "block_bytes": _pool_bytes_per_block(config, groups),
     }
     manager = _manager(config, cache)
     if own is None:
