@@ -1,6 +1,8 @@
 # The project's commands. Each sets up what it needs in .venv; `make help` lists them.
 
 PYTHON ?= python3.11
+# Of a GPU host where `pip install 'kvsieve[gpu]'` and a CUDA build of vLLM >= 0.33 are done already.
+GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STUBS := .cache/stubs
@@ -11,7 +13,7 @@ GENERATE := $(BIN)/uv run -q --isolated --no-project --python $(BIN)/python \
 	--with grpcio-tools==1.76.0 --with 'setuptools<81' bash proto/generate.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench-store bench proto clean
+.PHONY: help demo test lint bench-store bench test-gpu bench-gpu proto clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list.
@@ -36,6 +38,12 @@ bench-store: $(VENV)/.dev ## Measure the store: copies, match, reserve and seal.
 
 bench: $(VENV)/.engine ## Run every benchmark that needs no GPU, with the real engine. JSON and plots in bench/out/.
 	@$(BIN)/python -m bench $(ARGS)
+
+test-gpu: ## On a GPU host with kvsieve and vLLM installed: the tests that need a CUDA device. About ten minutes.
+	@$(GPU_PYTHON) -m pytest tests/gpu $(ARGS)
+
+bench-gpu: ## On a GPU host with kvsieve and vLLM installed: every benchmark that needs a CUDA device.
+	@$(GPU_PYTHON) -m bench.gpu $(or $(ARGS),all)
 
 proto: $(VENV)/.tools ## Generate the protocol code anew.
 	$(GENERATE)
