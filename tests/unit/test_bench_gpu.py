@@ -1,4 +1,4 @@
-"""The parts of bench/gpu that need no device: which steps count, and that its swap-in traces miss as they say."""
+"""The parts of bench/gpu that need no device: which steps count, and that its traces miss as they say."""
 
 from __future__ import annotations
 
