@@ -119,7 +119,7 @@ class Ours(Contender):
         self.out = torch.full((batch, K), -1, dtype=torch.int32, device=device)
         counts = torch.zeros(batch, dtype=torch.int32, device=device)
         block_table = torch.zeros(batch, blocks, dtype=torch.int32, device=device)
-        self.counters = torch.zeros(LAYERS, len(COUNTERS), dtype=torch.int64, device=device)
+        self.counters = torch.zeros(LAYERS, batch, len(COUNTERS), dtype=torch.int64, device=device)
         self.caches, self.calls = [], []
         for number in range(LAYERS):
             cache = torch.zeros(1 + len(hot), BLOCK, row_bytes, dtype=torch.uint8, device=device)
@@ -141,7 +141,7 @@ class Ours(Contender):
             self.calls.append(call)
 
     def missed(self) -> float:
-        return float(self.counters[:, COUNTERS.index("misses")].sum())
+        return float(self.counters[..., COUNTERS.index("misses")].sum())
 
 
 class HiSparse(Contender):

@@ -128,7 +128,7 @@ def layer_of(cache: torch.Tensor, tables: RequestTables, layer_offset: int) -> L
         tag=full(-1, slots, hot_rows),
         stamp=full(0, slots, hot_rows),
         clock=full(0, slots, 2),
-        counters=full(0, len(COUNTERS), dtype=torch.int64),
+        counters=full(0, slots, len(COUNTERS), dtype=torch.int64),
     )
 
 

@@ -64,7 +64,7 @@ class Trace:
             tag=self._full((s.slots, s.hot_rows), NONE),
             stamp=self._full((s.slots, s.hot_rows), 0),
             clock=self._full((s.slots, 2), 0),
-            counters=self._full((len(COUNTERS),), 0, torch.int64),
+            counters=self._full((size.slots, len(COUNTERS)), 0, torch.int64),
         )
         self.tables = RequestTables(
             row_slot=self._full((s.batch,), NONE),
@@ -244,7 +244,7 @@ class Trace:
         self.expected["prefetched"] = self.counter("prefetched")
 
     def counter(self, name: str) -> int:
-        return int(self.layer.counters[COUNTERS.index(name)])
+        return int(self.layer.counters[:, COUNTERS.index(name)].sum())
 
     # What must hold.
 
@@ -290,7 +290,7 @@ class Trace:
         assert int(self.layer.slot_of.min()) >= NONE
 
     def _check_counters(self) -> None:
-        have = dict(zip(COUNTERS, self.layer.counters.tolist(), strict=True))
+        have = dict(zip(COUNTERS, self.layer.counters.sum(0).tolist(), strict=True))
         for name in ("asked", "gpu_rows", "hot_hits", "misses", "lost"):
             assert have[name] == self.expected[name], name
 

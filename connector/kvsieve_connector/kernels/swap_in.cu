@@ -21,7 +21,7 @@ constexpr short ABSENT = -1, FETCHING = -2;                   // of slot_of
 constexpr unsigned CALL_TICKS = 16;                           // what one call adds to clock[s][1]; CTAS divides it
 constexpr int PREFETCHED = 1 << 30;                           // marks the stamp of a row that no call has used yet
 constexpr int CANDIDATES = 4;                                 // slots examined per slot needed
-constexpr int REVOLUTIONS = PREFETCH ? 2 : 8;                 // turns of the hand after which a miss is given up
+constexpr int ROUNDS = PREFETCH ? HOT_ROWS / 16 + 8 : ITEMS + 256;  // looks of one warp, then the miss is given up
 constexpr unsigned ALL = 0xffffffffu;
 
 enum { ASKED, GPU_ROWS, HOT_HITS, MISSES, PREFETCHED_ROWS, PREFETCHED_USED, LOST, WAIT_NS };
@@ -74,11 +74,11 @@ __device__ __forceinline__ void bulk_store_wait() {
 
 // Lanes 0..need-1 of the warp find a slot each in `slots`; the rest of `slots` is -1. Second chance: the hand takes a slot
 // whose stamp is 0, and sets to 0 the stamp of one that was last used in an earlier call.
-__device__ void claim(int need, int* slots, int* stamp, unsigned* hand, int epoch, int lane) {
+__device__ void claim(int need, int* slots, int* stamp, unsigned* hand, int epoch, int lane, int warp) {
   slots[lane] = -1;
   __syncwarp();
   int got = 0, width = CANDIDATES;
-  for (int scanned = 0; got < need && scanned < REVOLUTIONS * HOT_ROWS; width = min(2 * width, 32)) {
+  for (int round = 0; got < need && round < ROUNDS; ++round, width = min(2 * width, 32)) {
     const int n = min(32, width * (need - got));
     unsigned start = 0;
     if (lane == 0) start = atomicAdd(hand, (unsigned)n);
@@ -86,7 +86,9 @@ __device__ void claim(int need, int* slots, int* stamp, unsigned* hand, int epoc
     const int slot = (start + lane) % HOT_ROWS;
     const int seen = lane < n ? __ldcg(stamp + slot) : epoch;
     const unsigned open = __ballot_sync(ALL, seen == 0);
-    const int rank = __popc(open & ((1u << lane) - 1));
+    // Warps that see the same open slots begin at different ones.
+    const int count = max(__popc(open), 1), turn = warp + round;
+    const int rank = (__popc(open & ((1u << lane) - 1)) + turn) % count;
     bool taken = false;
     if (seen == 0) {
       if (rank < need - got) taken = atomicCAS(stamp + slot, 0, PREFETCH ? epoch | PREFETCHED : epoch) == 0;
@@ -96,7 +98,6 @@ __device__ void claim(int need, int* slots, int* stamp, unsigned* hand, int epoc
     const unsigned winners = __ballot_sync(ALL, taken);
     if (taken) slots[got + __popc(winners & ((1u << lane) - 1))] = slot;
     got += __popc(winners);
-    scanned += n;
   }
   __syncwarp();
 }
@@ -147,6 +148,7 @@ swap_in(const int* __restrict__ topk,                // [R * QUERY_TOKENS, TOPK]
   tag += slot * HOT_ROWS;
   stamp += slot * HOT_ROWS;
   clock += slot * 2;
+  counters += slot * 8;
 
   if (tid == 0) {
     misses = pendings = asked = gpu_rows = used_first = 0;
@@ -167,7 +169,7 @@ swap_in(const int* __restrict__ topk,                // [R * QUERY_TOKENS, TOPK]
     found[j] = ABSENT;
     if (pos[j] < 0) continue;
     if (number[j] == 0) {
-      found[j] = block_table[(long long)request * table_stride + pos[j] / BLOCK_TOKENS];
+      if (!PREFETCH) found[j] = block_table[(long long)request * table_stride + pos[j] / BLOCK_TOKENS];
     } else {
       found[j] = __ldcg(slot_of + number[j] * BLOCK_TOKENS + pos[j] % BLOCK_TOKENS);
       addr[j] = (const char*)page_addr[number[j]];
@@ -272,7 +274,7 @@ swap_in(const int* __restrict__ topk,                // [R * QUERY_TOKENS, TOPK]
   unsigned phase = 0;
   int done = 0, lost = 0;
   while (rows > 0) {
-    claim(rows, victims[warp], stamp, clock, epoch, lane);
+    claim(rows, victims[warp], stamp, clock, epoch, lane, rank * WARPS + warp);
     const int mine = victims[warp][lane];
     if (lane < rows) {
       const int row = miss_row[base + lane * WARPS], item = miss_item[base + lane * WARPS];

@@ -89,7 +89,7 @@ class _HotBuffer:
     """The hot buffer of one request in one layer."""
 
     def __init__(self, layer: LayerCache, tables: RequestTables, s: int) -> None:
-        self.layer, self.tables = layer, tables
+        self.layer, self.tables, self.s = layer, tables, s
         self.tag, self.stamp, self.clock = layer.tag[s], layer.stamp[s], layer.clock[s]
         self.blocks = tables.hot_blocks[layer.group, s]
         self.epoch = int(self.clock[CALLS]) + 1
@@ -127,7 +127,7 @@ class _HotBuffer:
         return blocks * stride_rows + slots % block_tokens
 
     def count(self, name: str, n: int) -> None:
-        self.layer.counters[COUNTERS.index(name)] += n
+        self.layer.counters[self.s, COUNTERS.index(name)] += n
 
     def _victim(self) -> int | None:
         """Second chance, two turns of the hand at most."""

@@ -24,7 +24,7 @@ class LayerCache:
         to -1.
     stamp: int32 [S, H], when a hot slot was last used.
     clock: int32 [S, 2], the hand and the time. clock and stamp start at 0, and only the kernels write them.
-    counters: int64 [8], sums since the start, in the order of COUNTERS. `lost` counts rows that found no
+    counters: int64 [S, 8], sums per table slot, in the order of COUNTERS. `lost` counts rows that found no
         place: it stays 0.
     """
 
@@ -119,7 +119,7 @@ def check_layer(layer: LayerCache, tables: RequestTables) -> None:
     require_tensor("tag", layer.tag, torch.int32, (slots, hot_rows))
     require_tensor("stamp", layer.stamp, torch.int32, (slots, hot_rows))
     require_tensor("clock", layer.clock, torch.int32, (slots, 2))
-    require_tensor("counters", layer.counters, torch.int64, (len(COUNTERS),))
+    require_tensor("counters", layer.counters, torch.int64, (slots, len(COUNTERS)))
     require_device(
         cache.device,
         slot_of=layer.slot_of,

@@ -19,7 +19,7 @@ EVERY_STEPS = 64
 
 
 class CounterReader:
-    """counters: int64 [layers, 8] on the device, ever growing; NAMES says which is which."""
+    """counters: int64 [layers, slots, 8] on the device, ever growing; NAMES says which is which."""
 
     def __init__(self, counters: torch.Tensor, row_bytes: int) -> None:
         self._counters, self._row_bytes = counters, row_bytes
@@ -42,7 +42,7 @@ class CounterReader:
                 found["swapped_in_bytes"] = fetched * self._row_bytes
         self._steps += 1
         if not self._pending and self._steps % EVERY_STEPS == 0:
-            self._pinned.copy_(self._counters.sum(0), non_blocking=True)
+            self._pinned.copy_(self._counters.sum((0, 1)), non_blocking=True)
             if self._event is not None:
                 self._event.record()
             self._pending = True

@@ -71,7 +71,7 @@ class HostTables:
         self.tag = table(-1, sizes.layers, sizes.slots, hot_rows)
         self.stamp = table(0, sizes.layers, sizes.slots, hot_rows)
         self.clock = table(0, sizes.layers, sizes.slots, 2)
-        self.counters = table(0, sizes.layers, 8, dtype=torch.int64)
+        self.counters = table(0, sizes.layers, sizes.slots, 8, dtype=torch.int64)
         self._places: dict[str, _Place] = {}
         self._free_slots = list(range(sizes.slots - 1, -1, -1))
         self._free_pages = list(range(sizes.pages - 1, 0, -1))
