@@ -46,7 +46,7 @@ def measure(
     cache_bytes = blocks * BLOCK * layers * (_ROW_BYTES + _INDEXER_BYTES)
     rows: list[dict[str, Any]] = []
     most = max([1, *crowds]) * longest * layers
-    # The arena keeps blocks of runs before, too. HiSparse's pool has the main plane only, each engine its own.
+    # The arena keeps blocks of runs before, too. HiSparse's pools have the main plane, one for each engine.
     store_gib = -(-3 * most * (_ROW_BYTES + _INDEXER_BYTES) // 2**31)
     native_gib = -(-5 * most * _ROW_BYTES // 2**32)
     with TemporaryStore("--pool-size", f"{store_gib}GiB") as store:
