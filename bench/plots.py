@@ -18,7 +18,8 @@ _GOAL = {"color": "black", "linestyle": "--", "linewidth": 1}
 
 def draw(record: dict[str, Any], path: Path) -> None:
     """The plot of a record, as PNG."""
-    figure, axes = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
+    panels = _PANELS.get(record["name"], 1)
+    figure, axes = plt.subplots(1, panels, figsize=(7.5 if panels == 1 else 12, 3.6), layout="constrained")
     _DRAW[record["name"]](axes, record)
     where = record["conditions"]
     figure.supxlabel(f"{where['cpu']}, {where['cores']} cores, load {where['load_average']}", fontsize=7)
@@ -105,6 +106,43 @@ def _overhead(axes: Axes, record: dict[str, Any]) -> None:
     _legend(axes)
 
 
+def _traces(panels: Any, record: dict[str, Any]) -> None:
+    """Waits by policy over a real and a synthetic trace, and misses by replacement over the real one."""
+    rows = record["rows"]
+    real = rows[0]["trace"]
+    shared = [row["trace"] for row in rows if row["policy"] == "index-share"]
+    for axes, trace in zip(panels, [real, *shared[:1]], strict=False):
+        some = [row for row in rows if row["trace"] == trace and row["replacement"] == "clock"]
+        _lines(axes, some, "policy", "wait_us_batch_8")
+        axes.set(title=f"Prefetch: {trace}", ylabel="exposed wait, us per layer, batch 8")
+    some = [row for row in rows if row["trace"] == real and row["policy"] == "none"]
+    _lines(panels[-1], some, "replacement", "misses")
+    k = record["parameters"]["k"]
+    panels[-1].set(title=f"Replacement: {real}", ylabel=f"misses per layer and step, k = {k:,}")
+    for axes in panels:
+        axes.set(xlabel="hot rows / k (log)", xscale="log", ylim=(0, 1.45 * axes.get_ylim()[1]))
+        axes.set_xticks([1, 1.5, 2, 4], ["1", "1.5", "2", "4"], fontsize=7)
+        axes.minorticks_off()
+        axes.set_title(axes.get_title(), fontsize=9)
+        axes.legend(fontsize=6, loc="upper right", ncols=2)
+
+
+def _lines(axes: Axes, rows: list[dict[str, Any]], group: str, value: str) -> None:
+    """A line per value of `group`, over hot_rows_k."""
+    for i, name in enumerate(dict.fromkeys(row[group] for row in rows)):
+        some = [row for row in rows if row[group] == name]
+        style = "--" if name == "previous-step" else "-"  # lies on "none"
+        axes.plot(
+            [row["hot_rows_k"] for row in some],
+            [row[value] for row in some],
+            style,
+            marker="os^vDx"[i % 6],
+            markersize=3,
+            linewidth=1,
+            label=name,
+        )
+
+
 def _bars(axes: Axes, names: list[str], groups: dict[str, list[float]]) -> None:
     """Horizontal bars with their values, one group beside the other."""
     height = 0.8 / len(groups)
@@ -131,4 +169,6 @@ _DRAW = {
     "memory": _memory,
     "restart": _restart,
     "overhead": _overhead,
+    "traces": _traces,
 }
+_PANELS = {"traces": 3}

@@ -1,0 +1,5 @@
+"""`python -m bench.traces`."""
+
+from bench.traces.measure import main
+
+main()
