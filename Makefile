@@ -40,7 +40,7 @@ bench: $(VENV)/.engine ## Run every benchmark that needs no GPU, with the real e
 	@$(BIN)/python -m bench $(ARGS)
 
 test-gpu: ## On a GPU host with kvsieve and vLLM installed: the tests that need a CUDA device. About ten minutes.
-	@$(GPU_PYTHON) -m pytest tests/gpu $(ARGS)
+	@$(GPU_PYTHON) -m pytest -s tests/gpu $(ARGS)
 
 bench-gpu: ## On a GPU host with kvsieve and vLLM installed: every benchmark that needs a CUDA device.
 	@$(GPU_PYTHON) -m bench.gpu $(or $(ARGS),all)
