@@ -13,7 +13,7 @@ GENERATE := $(BIN)/uv run -q --isolated --no-project --python $(BIN)/python \
 	--with grpcio-tools==1.76.0 --with 'setuptools<81' bash proto/generate.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench-store bench test-gpu bench-gpu proto clean
+.PHONY: help demo test lint bench-store bench bench-traces test-gpu bench-gpu proto clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list.
@@ -38,6 +38,9 @@ bench-store: $(VENV)/.dev ## Measure the store: copies, match, reserve and seal.
 
 bench: $(VENV)/.engine ## Run every benchmark that needs no GPU, with the real engine. JSON and plots in bench/out/.
 	@$(BIN)/python -m bench $(ARGS)
+
+bench-traces: $(VENV)/.engine ## Hit rates and waits of hot buffers and prefetch policies, by recorded traces. Three minutes.
+	@$(BIN)/python -m bench traces $(ARGS)
 
 test-gpu: ## On a GPU host with kvsieve and vLLM installed: the tests that need a CUDA device. About ten minutes.
 	@$(GPU_PYTHON) -m pytest -s tests/gpu $(ARGS)
