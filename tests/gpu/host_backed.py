@@ -44,10 +44,10 @@ def throw_out(llm: Any) -> int:
 
 
 def row_counts(llm: Any) -> dict[str, int]:
-    """The swap-in's counters since the start, of all layers."""
+    """The swap-in's counters since the start, of all layers and requests."""
     from kvsieve_connector.sparse.counters import NAMES
 
-    totals = sparse_worker(llm)._runtime.tables.counters.sum(0).tolist()
+    totals = sparse_worker(llm)._runtime.tables.counters.sum((0, 1)).tolist()
     return dict(zip(NAMES, totals, strict=True))
 
 

@@ -13,8 +13,8 @@ import torch
 from vllm import _custom_ops as ops
 
 KERNEL_BYTES = 512 << 10
-"""Pieces of at most so many bytes are copied by the kernel: pieces of 41 KiB go at 50 GB/s, by DMA at 13 (H200,
-PCIe 5 x16; bench/gpu/copies.py)."""
+"""Pieces of at most so many bytes are copied by the kernel: pieces of 41 KiB go at 50 GB/s, by DMA at 13
+(H200, PCIe 5 x16; bench/gpu/copies.py)."""
 
 _KERNEL_ALIGN = 16
 
