@@ -17,6 +17,7 @@ from kvsieve_connector.sparse.ahead import Prefetcher
 from kvsieve_connector.sparse.prefetch import Policy
 from kvsieve_connector.sparse.staging import StagedContexts, Staging
 from kvsieve_connector.sparse.tables import HostTables
+from kvsieve_connector.sparse.warm import WarmStarts
 
 if TYPE_CHECKING:
     from kvsieve_connector.sparse.kernel_set import KernelSet
@@ -139,6 +140,7 @@ class SparseRuntime:
         self._out = torch.full((rows, plan.topk), -1, dtype=torch.int32, device=device)
         self._counts = torch.zeros(rows, dtype=torch.int32, device=device)
         self.prefetcher = Prefetcher(policy, list(caches.values()), tables, kernels, plan.topk)
+        self.warm = WarmStarts(list(caches.values()), tables, kernels) if policy.warm_start else None
         self._batch: Sequence[BatchRow] = ()
         self._groups: tuple[int, list[PrefillGroup]] | None = None
         self.staging = Staging(
@@ -156,6 +158,8 @@ class SparseRuntime:
         self._batch, self._groups = batch, None
         self.tables.set_rows([row.req_id for row in batch])
         self.tables.flush()
+        if self.warm is not None:
+            self.warm.fetch()
         self.staging.reset()
 
     @property

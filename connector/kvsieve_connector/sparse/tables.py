@@ -94,6 +94,11 @@ class HostTables:
         place = self._places.get(req_id)
         return place is not None and bool(place.pages)
 
+    def pages_of(self, req_id: str) -> dict[int, int]:
+        """Blocks of the request that are read from the arena, and their pages."""
+        place = self._places.get(req_id)
+        return place.pages if place is not None else {}
+
     def host_pages(self, req_id: str) -> list[tuple[int, int]]:
         """(index in the request, host address of its slot) of the blocks that are read from the arena."""
         place = self._places.get(req_id)

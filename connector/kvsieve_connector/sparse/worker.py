@@ -22,7 +22,7 @@ from kvsieve_connector.sparse.check import check_layers
 from kvsieve_connector.sparse.counters import CounterReader
 from kvsieve_connector.sparse.kernel_set import kernel_set
 from kvsieve_connector.sparse.plan import SparsePlan
-from kvsieve_connector.sparse.prefetch import Policy, make_policy
+from kvsieve_connector.sparse.prefetch import Policy, default_name, make_policy
 from kvsieve_connector.sparse.runtime import BatchRow, SparseRuntime
 from kvsieve_connector.sparse.spec import main_groups
 from kvsieve_connector.sparse.tables import HostTables, TableSizes
@@ -85,11 +85,15 @@ class SparseWorkerHalf(WorkerHalf):
 
     def begin(self, orders: StepOrders) -> None:
         super().begin(orders)
-        tables = self._sparse.tables
+        tables, warm = self._sparse.tables, self._sparse.warm
         for req_id in orders.host_ended:
+            if warm is not None:
+                warm.keep(req_id)
             tables.end(req_id)
         for backed in orders.host_backed:
             tables.begin(backed.req_id, backed.hot_blocks)
+            if warm is not None:
+                warm.resume(backed.req_id)
         for host in orders.host_blocks:
             arena = self._arena_of(host.epoch)
             tables.add(host.req_id, ((index, arena.address(slot)) for index, slot in host.blocks))
@@ -108,6 +112,8 @@ class SparseWorkerHalf(WorkerHalf):
             raise RuntimeError(
                 f"kvsieve: sparse mode needs vLLM's V2 model runner; this one tells only {sorted(step)}"
             )
+        if self._sparse.warm is not None:
+            self._sparse.warm.forget(step["scheduler_output"].finished_req_ids)
         self._sparse.begin(batch_rows(step["request_ids"], step["scheduler_output"]))
 
     def forward_launched(self) -> None:
@@ -134,7 +140,8 @@ class SparseWorkerHalf(WorkerHalf):
         for order, name in enumerate(names):
             own = order == 0 or getattr(layers.get(name), "indexer", None) is not None
             leaders.append(order if own else leaders[-1])
-        return make_policy(self._settings.prefetch, len(names), leaders=leaders)
+        name = self._settings.prefetch or default_name(len(names), leaders)
+        return make_policy(name, len(names), leaders=leaders)
 
     def _layer_cache(self, layer: LayerPages, order: int, group: int, tables: HostTables) -> LayerCache:
         tokens, row = self._plan.block_tokens, self._plan.row_bytes
