@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -59,6 +59,7 @@ class KVSieveConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
+        self._settings = settings
         check_supported(vllm_config, kv_cache_config)
         if settings.mode == "sparse":
             check_sparse(vllm_config, kv_cache_config)
@@ -69,7 +70,7 @@ class KVSieveConnector(KVConnectorBase_V1, SupportsHMA):
             # A block that can't be loaded is computed instead: that is what a cache owes. The scheduler reads
             # this right after it has made us.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
-            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, settings)
+            self._scheduler = _scheduler_half(vllm_config, kv_cache_config, settings)
             self._session = Session(vllm_config, settings, self._scheduler)
         else:
             self._worker = _worker_half(vllm_config, kv_cache_config, settings)
@@ -107,6 +108,10 @@ class KVSieveConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Scheduler
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._sched.bind(kv_cache_manager)
+
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         assert self._session is not None
         self._session.start({rank: m for rank, m in metadata.items() if isinstance(m, Handshake)})
@@ -125,6 +130,9 @@ class KVSieveConnector(KVConnectorBase_V1, SupportsHMA):
         self._sched.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self._settings.mode == "sparse":
+            # The workers' tables change before the forward, not after it.
+            scheduler_output.has_sync_kv_loads = True
         return self._sched.build_orders(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -145,6 +153,9 @@ class KVSieveConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._sched.take_events()
+
+    def has_pending_block_frees(self) -> bool:
+        return self._sched.has_pending_block_frees()
 
     def has_pending_push_work(self) -> bool:
         return self._sched.has_pending_work()
@@ -223,6 +234,16 @@ class KVSieveConnector(KVConnectorBase_V1, SupportsHMA):
     def _work(self) -> WorkerHalf:
         assert self._worker is not None, "called in the scheduler"
         return self._worker
+
+
+def _scheduler_half(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: ConnectorSettings
+) -> SchedulerHalf:
+    if settings.mode == "cache":
+        return SchedulerHalf(vllm_config, kv_cache_config, settings)
+    from kvsieve_connector.sparse.scheduler import SparseScheduler
+
+    return SparseScheduler(vllm_config, kv_cache_config, settings)
 
 
 def _worker_half(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import BlockStored
 
-from kvsieve_store.client import Match, SealResult, SlotRef
+from kvsieve_store.client import Match, SlotRef
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+    from kvsieve_connector.sparse.hosts import Host
 
 
 @dataclass(slots=True)
@@ -22,6 +24,7 @@ class RequestState:
     asked_after: preemptions of the request when its last match was sent: one match per admission.
     lookups: False once a load has failed; the request is computed from then on.
     saves: False once a block can't be saved any more; what follows could not be found without it.
+    asked_again: sparse mode: the match in hand was asked because the one before fell short.
     """
 
     request: Request
@@ -32,6 +35,7 @@ class RequestState:
     asked_after: int = -1
     lookups: bool = True
     saves: bool = True
+    asked_again: bool = False
 
 
 @dataclass(slots=True)
@@ -39,22 +43,25 @@ class SaveJob:
     """A block on its way to the store. written, failed: ranks that are done with it, and those that failed.
 
     event: what to tell vLLM's KV events once it is sealed.
+    host, index: sparse mode: whose block it is, and which.
     """
 
     key: bytes
     parent: bytes
     ref: SlotRef
     event: BlockStored | None
+    host: Host | None = None
+    index: int = 0
     written: int = 0
     failed: int = 0
 
 
 @dataclass(slots=True)
 class Sealing:
-    """Blocks whose seal has been sent."""
+    """Blocks whose seal has been sent. future: of one SealResult per job; in sparse mode of a Held."""
 
     jobs: list[SaveJob]
-    future: Future[list[SealResult]]
+    future: Future[Any]
 
 
 @dataclass(slots=True)

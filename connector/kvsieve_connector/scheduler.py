@@ -12,6 +12,7 @@ and what was promised to vLLM (a load) is ordered in any case: the workers refus
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ from kvsieve_store.errors import UnavailableError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -75,15 +76,25 @@ class SchedulerHalf:
         self._loads: dict[str, Load] = {}
         self._jobs: dict[int, SaveJob] = {}
         self._next_job = 1
-        self._in_flight: set[bytes] = set()
-        """Keys being written or sealed."""
+        self._in_flight: Counter[bytes] = Counter()
+        """Keys being written or sealed, and how many blocks of each."""
         self._sealing: list[Sealing] = []
+        self._credit_target = 0
         self._leases_back: list[int] = []
         self._slots_back: list[SlotRef] = []
 
-    def use(self, client: StoreClient | None) -> None:
-        """Works with this client from now on, started by the caller; None: with no store any more."""
-        self._client = client
+    def use(self, client: StoreClient | None, credit_target: int = 0) -> None:
+        """Works with this client from now on, started by the caller; None: with no store any more.
+
+        credit_target: slots that the client keeps granted ahead.
+        """
+        self._client, self._credit_target = client, credit_target
+
+    def check_attachment(self, attachment: Attachment) -> None:
+        """Raises ValueError, which says what to change, when the store has too little for this engine."""
+
+    def bind(self, kv_cache_manager: KVCacheManager) -> None:
+        """Once, before the first request."""
 
     # Matching and loading
 
@@ -235,11 +246,17 @@ class SchedulerHalf:
                     else:
                         ready.append(job)
         if ready and self._client is not None:
-            entries = [SealEntry(job.key, job.parent, job.ref) for job in ready]
-            future = self._client.seal_async(entries, epoch=self._sent_epoch)
-            self._sealing.append(Sealing(ready, future))
+            self._seal(ready, self._client)
         self._poll_seals()
         self._give_back()
+
+    def _seal(self, ready: list[SaveJob], client: StoreClient) -> None:
+        entries = [SealEntry(job.key, job.parent, job.ref) for job in ready]
+        self._sealing.append(Sealing(ready, client.seal_async(entries, epoch=self._sent_epoch)))
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks of running requests are about to come free."""
+        return False
 
     def has_pending_work(self) -> bool:
         """Whether the engine should step on although no request runs: reports or answers are due."""
@@ -279,13 +296,20 @@ class SchedulerHalf:
         if len(refs) < whole:  # no free slot now: tried again at the request's next step
             full = wanted[len(refs)][0]
         state.known = full
-        for (index, key), ref, block in zip(wanted, refs, pages, strict=False):
-            parent = self._key(request, index - 1) if index else b""
-            event = self._stored_event(request, index, key, parent) if self._with_events else None
-            self._jobs[self._next_job] = SaveJob(key, parent, ref, event)
-            orders.saves.append(SaveOrder(self._next_job, ref.slot, block))
-            self._next_job += 1
-            self._in_flight.add(key)
+        for (index, _), ref, block in zip(wanted, refs, pages, strict=False):
+            self._order_save(request, index, ref, block, orders)
+
+    def _order_save(
+        self, request: Request, index: int, ref: SlotRef, block: BlockPages, orders: StepOrders
+    ) -> SaveJob:
+        key = self._key(request, index)
+        parent = self._key(request, index - 1) if index else b""
+        event = self._stored_event(request, index, key, parent) if self._with_events else None
+        job = self._jobs[self._next_job] = SaveJob(key, parent, ref, event)
+        orders.saves.append(SaveOrder(self._next_job, ref.slot, block))
+        self._next_job += 1
+        self._in_flight[key] += 1
+        return job
 
     def _full_blocks(self, state: RequestState, tokens: int) -> int:
         """Blocks of the request that are full, and may be saved, once `tokens` more are computed."""
@@ -298,9 +322,15 @@ class SchedulerHalf:
 
     def _abandon(self, job: SaveJob) -> None:
         """The block will not be sealed; its slot goes back."""
-        self._in_flight.discard(job.key)
+        self._landed(job)
         self._slots_back.append(job.ref)
         self.stats.add(failed_saves=1)
+
+    def _landed(self, job: SaveJob) -> None:
+        """Nothing more happens to the block."""
+        self._in_flight[job.key] -= 1
+        if self._in_flight[job.key] <= 0:
+            del self._in_flight[job.key]
 
     def _poll_seals(self) -> None:
         waiting = []
@@ -314,7 +344,8 @@ class SchedulerHalf:
     def _sealed(self, sealing: Sealing) -> None:
         error = None if sealing.future.cancelled() else sealing.future.exception()
         if sealing.future.cancelled() or isinstance(error, UnavailableError):
-            self._in_flight.difference_update(job.key for job in sealing.jobs)  # slots went with the session
+            for job in sealing.jobs:  # slots went with the session
+                self._landed(job)
             self.stats.add(failed_saves=len(sealing.jobs))
             return
         if error is not None:
@@ -322,14 +353,18 @@ class SchedulerHalf:
             for job in sealing.jobs:
                 self._abandon(job)
             return
-        for job, result in zip(sealing.jobs, sealing.future.result(), strict=True):
-            self._in_flight.discard(job.key)
+        for job, result in zip(sealing.jobs, self._seal_results(sealing), strict=True):
+            self._landed(job)
             if result is SealResult.DUPLICATE:
                 self.stats.add(duplicate_blocks=1)
                 continue
             self.stats.add(saved_blocks=1)
             if job.event is not None:
                 self._events.append(job.event)
+
+    def _seal_results(self, sealing: Sealing) -> list[SealResult]:
+        results: list[SealResult] = sealing.future.result()
+        return results
 
     def _stored_event(self, request: Request, index: int, key: bytes, parent: bytes) -> BlockStored:
         first, lora = index * self.block_tokens, request.lora_request

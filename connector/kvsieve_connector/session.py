@@ -39,7 +39,8 @@ class Session:
     def start(self, handshakes: dict[int, Handshake]) -> None:
         """handshakes: per TP rank. Waits for the store for `connect_timeout_ms` at most.
 
-        Raises ValueError when the ranks differ, and what the store answers when it refuses this engine.
+        Raises ValueError when the ranks differ or the store is too small for sparse mode, and what the store
+        answers when it refuses this engine.
         """
         first = handshakes[min(handshakes)].geometry
         for rank, handshake in handshakes.items():
@@ -50,17 +51,19 @@ class Session:
         spec = pool_spec(self._config, first, self._settings.pool, resolve_none_hash_seed(hash_fn))
         transfer = self._config.kv_transfer_config
         assert transfer is not None
+        credits = self._credits(first.block_tokens)
         self._client = StoreClient(
             self._settings.endpoint,
             spec,
             engine_id=transfer.engine_id or "vllm",
-            credit_target=self._credits(first.block_tokens),
+            credit_target=credits,
             on_change=self._changed,
         )
-        self._scheduler.use(self._client)
+        self._scheduler.use(self._client, credits)
         self._client.start()
         try:
-            self._client.wait_attached(self._settings.connect_timeout_ms / 1000)
+            attachment = self._client.wait_attached(self._settings.connect_timeout_ms / 1000)
+            self._scheduler.check_attachment(attachment)
         except UnavailableError as error:
             self._tell(f"kvsieve: serving without a store, and trying on: {error}")
         self._started = True

@@ -22,16 +22,42 @@ COUNTERS = {
     "failed_saves": "Blocks that could not be written or sealed",
     "match_timeouts": "Requests computed without the store because it answered too late",
     "store_losses": "Times that the connection to the store was lost",
+    "lost_blocks": "Blocks of running requests whose place on the GPU was reused: read from the arena since",
+    "evicted_hits": "Blocks dropped from the GPU's prefix cache, because the store has not got them",
+    "slot_waits": "Requests that waited for free slots of the arena before they could start",
+    "asked_rows": "Sparse decode: rows asked for, of all layers; read every 64 steps",
+    "gpu_rows": "Sparse decode: rows read from blocks that are still on the GPU",
+    "hot_rows_hit": "Sparse decode: rows found in hot buffers",
+    "missed_rows": "Sparse decode: rows fetched from the arena by the swap-in that asked for them",
+    "prefetched_rows": "Sparse decode: rows fetched from the arena ahead of their swap-in",
+    "prefetched_rows_used": "Sparse decode: prefetched rows that a swap-in asked for",
+    "lost_rows": "Sparse decode: rows that found no place; anything but 0 is a fault",
+    "swap_in_wait_ns": "Sparse decode: nanoseconds that swap-ins waited for rows, summed over requests and layers",
+    "swapped_in_bytes": "Sparse decode: bytes fetched from the arena",
+}
+
+GAUGES = {
+    "host_backed_requests": "Requests that hold a hot buffer",
 }
 
 
 @dataclass
 class KVSieveStats(KVConnectorStats):
-    """Counts since the last report. `data` maps names of COUNTERS to numbers; absent means 0."""
+    """Counts since the last report, and gauges that have changed. `data` maps names of COUNTERS and GAUGES to
+    numbers; an absent count is 0, an absent gauge as it was."""
+
+    def __post_init__(self) -> None:
+        self._told: dict[str, float] = {}
 
     def add(self, **amounts: float) -> None:
         for name, amount in amounts.items():
             self.data[name] = self.data.get(name, 0) + amount
+
+    def set(self, **values: float) -> None:
+        """Gauges as they are now."""
+        for name, value in values.items():
+            if self._told.get(name, 0) != value:
+                self._told[name] = self.data[name] = value
 
     def take(self) -> KVSieveStats | None:
         """The counts so far, and starts again from zero; None when there is nothing to tell."""
@@ -45,7 +71,8 @@ class KVSieveStats(KVConnectorStats):
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVSieveStats:
-        self.add(**other.data)
+        self.add(**{name: value for name, value in other.data.items() if name not in GAUGES})
+        self.data.update({name: value for name, value in other.data.items() if name in GAUGES})
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -59,24 +86,28 @@ class KVSieveStats(KVConnectorStats):
         return result
 
     def is_empty(self) -> bool:
-        return not any(self.data.values())
+        return not (any(self.data.values()) or self.data.keys() & GAUGES.keys())
 
 
 class KVSievePromMetrics(KVConnectorPromMetrics):
-    """`vllm:kvsieve_<name>_total`, one counter per name of COUNTERS."""
+    """`vllm:kvsieve_<name>_total`, one counter per name of COUNTERS; `vllm:kvsieve_<name>`, one gauge per
+    name of GAUGES."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._per_engine: dict[str, dict[int, Any]] = {}
-        for name, text in COUNTERS.items():
-            counter = self._counter_cls(
-                name=f"vllm:kvsieve_{name}", documentation=f"{text}.", labelnames=self._labelnames
-            )
-            self._per_engine[name] = {
-                engine: counter.labels(*values) for engine, values in self.per_engine_labelvalues.items()
-            }
+        for kind, names in ((self._counter_cls, COUNTERS), (self._gauge_cls, GAUGES)):
+            for name, text in names.items():
+                metric = kind(
+                    name=f"vllm:kvsieve_{name}", documentation=f"{text}.", labelnames=self._labelnames
+                )
+                self._per_engine[name] = {
+                    engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()
+                }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data.items():
-            if value and name in self._per_engine:
+            if name in GAUGES:
+                self._per_engine[name][engine_idx].set(value)
+            elif value and name in self._per_engine:
                 self._per_engine[name][engine_idx].inc(value)

@@ -1,0 +1,85 @@
+"""Where a request's blocks are in the arena, and what the store keeps for it there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvsieve_store.client import SlotRef
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class Place(NamedTuple):
+    """A slot that holds a block, in the epoch of its attachment."""
+
+    epoch: int
+    slot: int
+
+
+@dataclass(eq=False, slots=True)
+class Host:
+    """One request from its first blocks on the GPU to the release of all of them; a preempted request gets a
+    new one.
+
+    expected: blocks that it may come to have. known: its first blocks that were matched or ordered to be
+    saved, as a count; missing: those of them whose save failed. places: blocks that can be read, by index.
+    durable: the first of these without a gap, as a count. leases, kept: what to give back to the store
+    afterwards, as (epoch, lease id) and (epoch, slot). told: the workers know of it. ended: its blocks are
+    not its own any more.
+    """
+
+    request: Request
+    expected: int
+    known: int = 0
+    durable: int = 0
+    told: bool = False
+    ended: bool = False
+    missing: set[int] = field(default_factory=set)
+    places: dict[int, Place] = field(default_factory=dict)
+    leases: list[tuple[int, int]] = field(default_factory=list)
+    kept: list[tuple[int, SlotRef]] = field(default_factory=list)
+
+    @property
+    def owed(self) -> int:
+        """Slots that the request may still write to."""
+        return max(self.expected - self.known, 0) + len(self.missing)
+
+    @property
+    def epochs(self) -> set[int]:
+        return {place.epoch for place in self.places.values()}
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether the next block to become durable is on its way."""
+        return self.durable < self.known and self.durable not in self.missing
+
+    def to_save(self, full: int) -> list[int]:
+        """Blocks of the first `full` that are to be saved, in order."""
+        return [*sorted(self.missing), *range(self.known, full)]
+
+    def ordered(self, index: int) -> None:
+        """A save of the block, of to_save() in order, is under way."""
+        if index in self.missing:
+            self.missing.discard(index)
+        else:
+            self.known = index + 1
+
+    def put(self, index: int, place: Place) -> None:
+        """The block can be read there."""
+        self.places[index] = place
+        while self.durable in self.places:
+            self.durable += 1
+
+    def found(self, slots: Iterable[SlotRef], epoch: int, lease_ids: Iterable[int]) -> None:
+        """The request begins with these blocks, leased in the store."""
+        for index, ref in enumerate(slots):
+            self.put(index, Place(epoch, ref.slot))
+        self.known = self.durable
+        self.leases.extend((epoch, lease) for lease in lease_ids)
+
+    def session_over(self) -> None:
+        """Saves that were under way are lost. What is in the arena stays readable."""
+        self.missing.update(index for index in range(self.durable, self.known) if index not in self.places)

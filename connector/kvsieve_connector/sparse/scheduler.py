@@ -1,0 +1,429 @@
+"""The scheduler's half in sparse mode: a block leaves the GPU only once it is in the arena, and stays there
+for as long as its request reads it.
+
+What is on the GPU is the managers' and the ledger's (residency.py); this half tells the ledger what is
+durable, and the workers what the ledger has decided. A local prefix hit is one of the indexer's plane only,
+so it counts as far as the store has the blocks.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from kvsieve_connector.metadata import HostBacked, HostBlocks, LoadOrder, StepOrders, WorkerReport
+from kvsieve_connector.requests import RequestState, SaveJob, Sealing
+from kvsieve_connector.scheduler import ResolveBlockIds, SchedulerHalf
+from kvsieve_connector.settings import ConnectorSettings
+from kvsieve_connector.sparse.budget import SlotBudget
+from kvsieve_connector.sparse.hosts import Host, Place
+from kvsieve_connector.sparse.manager import bind_managers
+from kvsieve_connector.sparse.plan import SparsePlan
+from kvsieve_connector.sparse.residency import Holding, Residency
+from kvsieve_connector.sparse.spec import main_groups
+from kvsieve_store.client import Attachment, Held, SealEntry, SealResult, StoreClient
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.kvsieve")
+
+GROWTH_TOKENS = 4096
+"""Slots are held for so many tokens beyond those that a request has, or for all that it may ever have."""
+
+
+class SparseScheduler(SchedulerHalf):
+    """See the module's docstring. Raises ValueError for what sparse mode can't serve."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        settings: ConnectorSettings,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        super().__init__(vllm_config, kv_cache_config, settings)
+        self.plan = SparsePlan.of(vllm_config, settings)
+        self._max_model_len = vllm_config.model_config.max_model_len
+        self._overlap = int(vllm_config.max_concurrent_batches)
+        """Steps that can be in flight at once."""
+        groups = range(len(kv_cache_config.kv_cache_groups))
+        (self._indexer_group,) = set(groups) - set(main_groups(kv_cache_config))
+        self._residency: Residency | None = None
+        self._manager: KVCacheManager | None = None
+        self._hosts: dict[str, Host] = {}
+        self._budget = SlotBudget(clock, rng or random.Random())
+        self._found: list[Host] = []
+        """Began with blocks of the store; the workers are not told yet."""
+        self._ended: list[str] = []
+        self._step = 0
+        self._later: list[tuple[int, Host]] = []
+        """What the store keeps for these is given back from this step on."""
+        self._busy: dict[int, int] = {}
+        """Sessions of the past: epoch -> step from which on no step in flight reads its arena."""
+        self._too_small: Attachment | None = None
+
+    def bind(self, kv_cache_manager: KVCacheManager) -> None:
+        """Raises ValueError when vLLM has planned the cache otherwise than sparse mode needs it."""
+        self._manager = kv_cache_manager
+        self._residency = bind_managers(kv_cache_manager, self.plan, self._max_running, self._holding_ended)
+
+    def check_attachment(self, attachment: Attachment) -> None:
+        need = self._max_model_len // self.block_tokens
+        if attachment.slots < need:
+            raise ValueError(
+                f"kvsieve: sparse mode: a request of max_model_len={self._max_model_len} tokens fills {need} "
+                f"slots, but the store's arena has room for {attachment.slots}; give the store at least "
+                f"{need * attachment.slot_bytes / 2**30:.1f} GiB (kvsieve serve --pool-size), or lower "
+                "--max-model-len"
+            )
+
+    # Matching and loading
+
+    def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """Tokens of indexer blocks to load beyond `local_tokens`, which are in the GPU's prefix cache.
+
+        None: ask again, because the store has not answered, has no slots, or lacks blocks of the local hit:
+        these are on their way there, or have just been dropped from the prefix cache.
+        """
+        state = self._requests.setdefault(request.request_id, RequestState(request))
+        if self._is_usable and not self._budget.is_turn(request.request_id):
+            return None, False
+        local, have = local_tokens // self.block_tokens, 0
+        if state.match is not None or self._start_match(state):
+            assert state.match is not None
+            if not state.match.done():
+                if time.monotonic() - state.match_started < self.settings.match_timeout_ms / 1000:
+                    return None, False
+                self.stats.add(match_timeouts=1)
+                self._drop_match(state)
+            elif (match := self._match_result(state)) is not None:
+                if match.epoch != self._sent_epoch:
+                    return None, False  # the workers are told of the session first
+                have = len(match.refs)
+        if have < local:
+            if not self._will_match(state, range(have, local)):
+                self._evict(request, range(have, local))
+            return None, False
+        if not self._has_room(request, have):
+            return None, False
+        tokens = (have - local) * self.block_tokens
+        return tokens, tokens > 0
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """The scheduler has given blocks to the request. It comes twice for one that loads: before and
+        after."""
+        state = self._requests.get(request.request_id)
+        holding = self._ledger.get(request.request_id)
+        if state is None or holding is None or request.request_id in self._hosts:
+            return
+        host = self._hosts[request.request_id] = Host(request, self._expected_blocks(request))
+        self._budget.forget(request.request_id)
+        begins_with, state.asked_again = holding.durable, False
+        if not begins_with:
+            self._drop_match(state)
+            return
+        assert state.match is not None
+        match = state.match.result()
+        state.match = None
+        host.found(match.refs[:begins_with], match.epoch, match.lease_ids)
+        self._found.append(host)
+        local = begins_with - external_tokens // self.block_tokens
+        self.stats.add(matched_blocks=begins_with)
+        if external_tokens:
+            pages = self._pages(blocks.get_block_ids(), range(local, begins_with))
+            refs = tuple(match.refs[local:begins_with])
+            self._new_loads.append(LoadOrder(request.request_id, state.instance, refs, tuple(pages)))
+
+    def loads_ended(self, done: Iterable[str], failed: Iterable[str]) -> None:
+        """Leases stay: the main plane is read from the arena while the request lives."""
+        for req_id in failed:
+            if req_id in self._requests:
+                self._requests[req_id].lookups = False
+
+    def _will_match(self, state: RequestState, missing: range) -> bool:
+        """Whether the store may come to have these blocks of the request, which it was not found to have.
+
+        It has not looked since they were sealed, or they are on their way there.
+        """
+        if self._is_coming(state.request, missing[-1]) or self._is_coming(state.request, missing[0]):
+            state.asked_again = False
+            return True
+        if state.asked_again or not state.lookups:
+            state.asked_again = False
+            return False
+        self._unask(state)
+        state.asked_again = self._start_match(state)
+        return state.asked_again
+
+    def _is_coming(self, request: Request, index: int) -> bool:
+        """Whether the block is on its way to the store, or another request has it and a slot for it."""
+        if not self._is_usable:
+            return False
+        key = self._key(request, index)
+        return key in self._in_flight or any(
+            (host.known <= index < host.expected or index in host.missing)
+            and index < self._keys_known(host.request)
+            and self._key(host.request, index) == key
+            for host in self._hosts.values()
+        )
+
+    def _evict(self, request: Request, indices: range) -> None:
+        """Drops the blocks from the GPU's prefix cache: they are hit no more."""
+        assert self._manager is not None
+        pool, block_ids = self._manager.block_pool, set()
+        for index in indices:
+            key = request.block_hashes[(index + 1) * self._hashes_per_block - 1]
+            while found := pool.get_cached_block(key, [self._indexer_group]):
+                pool.evict_blocks({found[0].block_id})
+                block_ids.add(found[0].block_id)
+        self.stats.add(evicted_hits=len(block_ids))
+
+    def _unask(self, state: RequestState) -> None:
+        self._drop_match(state)
+        state.asked_after = -1
+
+    def _drop_matches(self) -> None:
+        """Requests that wait give back what they have leased: a request that waits for slots may wait for
+        just these; and, when none runs here, another engine's."""
+        for req_id, state in self._requests.items():
+            if state.match is not None and (req_id != self._budget.waiting or not self._hosts):
+                self._unask(state)
+
+    def _has_room(self, request: Request, have: int) -> bool:
+        """Whether a request that begins with `have` blocks of the store can start now."""
+        if have and not self._ledger.has_room(have):
+            return False
+        if not self._is_usable:
+            return True
+        assert self._client is not None
+        need = max(self._expected_blocks(request) - have, 0)
+        first = self._budget.waiting
+        if self._budget.admits(self._client, request.request_id, self._owed, need):
+            return True
+        if self._budget.waiting == request.request_id != first:
+            self.stats.add(slot_waits=1)
+        return False
+
+    def _expected_blocks(self, request: Request) -> int:
+        tokens = min(request.num_prompt_tokens + request.max_tokens, self._max_model_len)
+        return min(tokens, request.num_tokens + GROWTH_TOKENS) // self.block_tokens
+
+    # Saving
+
+    def build_orders(self, output: SchedulerOutput) -> StepOrders:
+        self._step += 1
+        orders = super().build_orders(output)
+        orders.host_ended, self._ended = self._ended, []
+        self._tell_of_hosts(orders)
+        orders.forget_epochs = self._unread_epochs()
+        if self._is_usable and self._client is not None:
+            self._slots_back += self._budget.maintain(self._client, self._owed, self._credit_target)
+            if self._budget.gave_up:
+                self._drop_matches()
+        self._release_due()
+        self._give_back()
+        return orders
+
+    def take_report(self, report: WorkerReport | None) -> None:
+        self._release_due()
+        super().take_report(report)
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether a request that runs has blocks that come free as soon as their copies have landed."""
+        if not self._is_usable:
+            return False
+        return any(h.is_copying and self._ledger.waits_for_saves(req_id) for req_id, h in self._hosts.items())
+
+    def has_pending_work(self) -> bool:
+        past = self._busy.keys() - {self._sent_epoch}
+        return bool(super().has_pending_work() or self._later or self._ended or past)
+
+    def finished(self, request: Request) -> None:
+        state = self._requests.pop(request.request_id, None)
+        self._budget.forget(request.request_id)
+        if state is None:
+            return
+        self._drop_match(state)
+        host = self._hosts.get(request.request_id)
+        if host is not None and self._sent_epoch:
+            self.stats.add(skipped_saves=len(host.to_save(self._full_blocks(state, 0))))
+
+    def _save_full_blocks(
+        self, state: RequestState, tokens: int, resolve: ResolveBlockIds, orders: StepOrders
+    ) -> None:
+        """Orders a save of each block that is full after this step and that the request did not begin with.
+
+        Also of one that the store has, or that is on its way there for another request: the request reads its
+        own copy.
+        """
+        request = state.request
+        host = self._hosts.get(request.request_id)
+        if host is None:
+            return
+        if host.known + 1 >= host.expected:
+            host.expected = max(host.expected, self._expected_blocks(request))
+        indices = host.to_save(self._full_blocks(state, tokens))
+        if not indices:
+            return
+        assert self._client is not None
+        refs = self._client.take_credits(len(indices), epoch=self._sent_epoch)
+        pages = self._pages(resolve(request.request_id), indices[: len(refs)])
+        for index, ref, block in zip(indices, refs, pages, strict=False):
+            assert self._is_whole(block), (
+                f"block {index} of {request.request_id} left the GPU before its copy"
+            )
+            job = self._order_save(request, index, ref, block, orders)
+            job.host, job.index = host, index
+            host.ordered(index)
+
+    def _seal(self, ready: list[SaveJob], client: StoreClient) -> None:
+        """What all ranks have copied is durable. One call per request, so that each has leases of its own."""
+        by_host: dict[Host, list[SaveJob]] = {}
+        for job in sorted(ready, key=lambda job: job.index):
+            assert job.host is not None
+            by_host.setdefault(job.host, []).append(job)
+        for host, jobs in by_host.items():
+            entries = [SealEntry(job.key, job.parent, job.ref) for job in jobs]
+            if host.ended:
+                self._sealing.append(Sealing(jobs, client.seal_async(entries, epoch=self._sent_epoch)))
+                continue
+            for job in jobs:
+                host.put(job.index, Place(self._sent_epoch, job.ref.slot))
+            self._ledger.set_durable(host.request.request_id, host.durable)
+            future = client.seal_async(entries, epoch=self._sent_epoch, hold=True)
+            self._sealing.append(Sealing(jobs, future))
+
+    def _seal_results(self, sealing: Sealing) -> list[SealResult]:
+        held, host = sealing.future.result(), sealing.jobs[0].host
+        if not isinstance(held, Held):
+            return super()._seal_results(sealing)
+        assert host is not None
+        host.leases.extend((held.epoch, lease) for lease in held.lease_ids)
+        for job, result in zip(sealing.jobs, held.results, strict=True):
+            if result is SealResult.DUPLICATE:
+                host.kept.append((held.epoch, job.ref))
+        self._give_back_after(host)
+        return held.results
+
+    def _abandon(self, job: SaveJob) -> None:
+        """A block that is read already keeps its slot; another one is saved again."""
+        host = job.host
+        assert host is not None
+        if job.index in host.places:
+            self._landed(job)
+            self.stats.add(failed_saves=1)
+            host.kept.append((self._sent_epoch, job.ref))
+            self._give_back_after(host)
+            return
+        super()._abandon(job)
+        if not host.ended:
+            host.missing.add(job.index)
+
+    # Orders to the workers, and the end of requests
+
+    def _tell_of_hosts(self, orders: StepOrders) -> None:
+        for req_id, hot in self._ledger.take_backed():
+            orders.host_backed.append(HostBacked(req_id, hot))
+            self._hosts[req_id].told = True
+        read = {host.request.request_id: range(host.durable) for host in self._found if not host.ended}
+        self._found = []
+        lost = self._ledger.take_lost()
+        self.stats.add(lost_blocks=sum(map(len, lost.values())))
+        for req_id, indices in [*read.items(), *lost.items()]:
+            places = self._hosts[req_id].places
+            by_epoch: dict[int, list[tuple[int, int]]] = {}
+            for index in indices:
+                by_epoch.setdefault(places[index].epoch, []).append((index, places[index].slot))
+            for epoch, blocks in by_epoch.items():
+                orders.host_blocks.append(HostBlocks(req_id, epoch, tuple(blocks)))
+        self.stats.set(host_backed_requests=self._ledger.host_backed)
+
+    def _holding_ended(self, holding: Holding) -> None:
+        """vLLM has taken back the request's blocks: finished, aborted, preempted, or not loaded."""
+        host = self._hosts.pop(holding.request_id, None)
+        if host is None:
+            return
+        host.ended = True
+        if host.told:
+            self._ended.append(holding.request_id)
+        for epoch in host.epochs:
+            self._busy[epoch] = self._quiet_step
+        self._give_back_after(host)
+
+    @property
+    def _quiet_step(self) -> int:
+        """From this step's orders on, no step reads what a request that ends now has read: the next step's
+        orders end it, and by then as many steps as can overlap have followed."""
+        return self._step + 1 + self._overlap
+
+    def _give_back_after(self, host: Host) -> None:
+        if host.ended and (host.leases or host.kept):
+            self._later.append((self._quiet_step, host))
+
+    def _release_due(self) -> None:
+        due = [host for step, host in self._later if step <= self._step]
+        self._later = [entry for entry in self._later if entry[0] > self._step]
+        for host in due:
+            self._leases_back += [lease for epoch, lease in host.leases if epoch == self._sent_epoch]
+            self._slots_back += [ref for epoch, ref in host.kept if epoch == self._sent_epoch]
+            host.leases, host.kept = [], []
+
+    def _unread_epochs(self) -> list[int]:
+        """Sessions of the past whose arena no step reads any more; each once."""
+        read = {epoch for host in self._hosts.values() for epoch in host.epochs}
+        over = [
+            epoch
+            for epoch, step in self._busy.items()
+            if epoch not in read and epoch != self._sent_epoch and step <= self._step
+        ]
+        for epoch in over:
+            del self._busy[epoch]
+        return over
+
+    # The session
+
+    @property
+    def _is_usable(self) -> bool:
+        """Whether the workers can save to the store and read from it."""
+        return bool(self._sent_epoch and not self._unready and self._attachment() is not None)
+
+    @property
+    def _owed(self) -> int:
+        return sum(host.owed for host in self._hosts.values())
+
+    @property
+    def _ledger(self) -> Residency:
+        assert self._residency is not None, "no KV cache manager is bound yet"
+        return self._residency
+
+    def _attachment(self) -> Attachment | None:
+        """A store that is too small, and came after the start, is none."""
+        attachment = super()._attachment()
+        if attachment is None or attachment is self._too_small:
+            return None
+        if attachment.epoch != self._sent_epoch:
+            try:
+                self.check_attachment(attachment)
+            except ValueError as error:
+                logger.error("%s; serving without a store", error)
+                self._too_small = attachment
+                return None
+        return attachment
+
+    def _forget_session(self) -> None:
+        """Requests go on reading the arena that the workers have mapped."""
+        self._busy[self._sent_epoch] = self._quiet_step
+        super()._forget_session()
+        self._budget.session_over()
+        for host in self._hosts.values():
+            host.session_over()

@@ -1,0 +1,393 @@
+"""An engine in sparse mode without a GPU: vLLM's KV cache manager, our scheduler half, and workers whose
+blocks hold a number that says what they should hold. Whatever a step reads is checked.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from vllm.v1.request import Request
+
+from kvsieve_connector.metadata import StepOrders, WorkerReport
+from kvsieve_connector.settings import parse_settings
+from kvsieve_connector.sparse.plan import SparsePlan
+from kvsieve_connector.sparse.scheduler import SparseScheduler
+from kvsieve_connector.sparse.spec import main_groups
+from tests.engine.sparse_vllm import BLOCK, cache_manager, plan_cache, vllm_config
+
+
+class Arena(Protocol):
+    """Slot -> what it holds."""
+
+    def __getitem__(self, slot: int) -> Any: ...
+    def __setitem__(self, slot: int, what: Any) -> None: ...
+
+
+@dataclass
+class Tables:
+    """What the workers know of a host-backed request: its hot blocks, and block -> (epoch, slot)."""
+
+    hot: tuple[tuple[int, ...], ...]
+    pages: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass
+class Step:
+    """scheduled: request -> (computed before, tokens). report: what the workers say afterwards."""
+
+    scheduled: dict[str, tuple[int, int]]
+    report: WorkerReport
+    loaded: list[str]
+    failed: list[str]
+
+
+class Scene:
+    """chunk: tokens of a step. overlap: steps in flight at once. late: steps that a copy may take longer."""
+
+    def __init__(
+        self,
+        client: Any,
+        arenas: dict[int, Arena],
+        *,
+        pool_mib: int = 12,
+        hot_blocks: int = 2,
+        window_blocks: int = 1,
+        chunk: int = 256,
+        overlap: int = 1,
+        late: int = 0,
+        seqs: int = 8,
+        max_model_len: int = 2048,
+        seed: int = 0,
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.client, self.arenas = client, arenas
+        self.chunk, self.overlap, self.late, self.seqs = chunk, overlap, late, seqs
+        settings = parse_settings(
+            {
+                "kvsieve.mode": "sparse",
+                "kvsieve.hot_rows": hot_blocks * BLOCK,
+                "kvsieve.window_blocks": window_blocks,
+                "kvsieve.endpoint": "unix:///s",
+            }
+        )
+        config = self._config(hot_blocks, chunk, overlap, seqs, max_model_len)
+        plan = SparsePlan.of(config, settings)
+        cache = plan_cache(config, 10, pool_mib << 20, plan)
+        self.manager = cache_manager(config, cache)
+        self.main = main_groups(cache)
+        (self.indexer,) = set(range(len(cache.kv_cache_groups))) - set(self.main)
+        self.now = 0.0
+        self.half = SparseScheduler(config, cache, settings, clock=lambda: self.now, rng=self.rng)
+        self.half.bind(self.manager)
+        self.half.use(client, client.target)
+        self.free_at_start = self.manager.block_pool.get_num_free_blocks()
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.loading: set[str] = set()
+        self.loaded: set[str] = set()
+        self.failed: set[str] = set()
+        self.fail_loads: set[str] = set()
+        self.bad_copies = 0.0
+        self.done: list[str] = []
+        self.preempted = 0
+        self.in_flight: deque[Step] = deque()
+        self.orders: list[StepOrders] = []
+        # The workers
+        self.gpu: dict[int, Any] = {}
+        self.block_tables: dict[str, list[list[int]]] = {}
+        self.tables: dict[str, Tables] = {}
+        self.mapped: Any = None
+        self.copies: list[tuple[int, int]] = []
+        self.steps = 0
+        self._prefix: dict[str, list[int]] = {}
+
+    @staticmethod
+    def _config(hot_blocks: int, chunk: int, overlap: int, seqs: int, max_model_len: int) -> Any:
+        config = vllm_config(max_model_len, chunk * overlap)
+        hf = SimpleNamespace(index_topk=hot_blocks * BLOCK, kv_lora_rank=512, qk_rope_head_dim=64)
+        config.model_config.__dict__.update(model="m", hf_text_config=hf, dtype=torch.bfloat16)
+        config.cache_config.__dict__.update(block_size=BLOCK, cache_dtype="fp8")
+        config.scheduler_config.__dict__.update(max_num_seqs=seqs)
+        config.__dict__.update(
+            num_speculative_tokens=0,
+            max_concurrent_batches=overlap,
+            kv_events_config=None,
+            kv_transfer_config=SimpleNamespace(kv_connector="KVSieveConnector"),
+        )
+        return config
+
+    # What a test does
+
+    def submit(self, *requests: Request) -> None:
+        for request in requests:
+            self.requests[request.request_id] = request
+            self.waiting.append(request)
+            self.half.on_new_request(request)
+
+    def run(self, steps: int = 2000) -> None:
+        """Until all is done and the store has everything back. Fails when that takes too many steps."""
+        for _ in range(steps):
+            if not self.is_busy:
+                return
+            self.step()
+        waits = {name: r.num_computed_tokens for name, r in self.requests.items() if name not in self.done}
+        raise AssertionError(f"not done after {steps} steps: {waits}, {len(self.running)} running")
+
+    @property
+    def is_busy(self) -> bool:
+        busy = any(step.scheduled or step.loaded for step in self.in_flight)
+        return bool(self.running or self.waiting or busy or self.half.has_pending_work())
+
+    def step(self) -> None:
+        self.steps += 1
+        self.now += 0.01
+        if len(self.in_flight) >= self.overlap or not (self.running or self.waiting):
+            self._process(self.in_flight.popleft() if self.in_flight else None)
+        self._execute(self._schedule())
+        self.client.tick(self.rng.randint(0, 4) if self.late else 1 << 30)
+
+    def abort(self, name: str) -> None:
+        request = self.requests[name]
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting and name not in self.loading:
+            self.waiting.remove(request)
+        else:
+            return
+        self._end(request)
+
+    # vLLM's scheduler, as far as it decides on blocks
+
+    def _schedule(self) -> dict[str, tuple[int, Any, bool]]:
+        """Request -> (tokens, new blocks, whether the workers get its whole block table)."""
+        scheduled: dict[str, tuple[int, Any, bool]] = {}
+        budget, preempted, index = self.chunk, False, 0
+        while index < len(self.running) and budget:
+            request = self.running[index]
+            tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            if tokens <= 0:
+                index += 1
+                continue
+            while (blocks := self.manager.allocate_slots(request, tokens)) is None:
+                victim = self.running[-1]
+                if self.half.has_pending_block_frees() or victim.num_in_flight_tokens:
+                    break
+                self.running.pop()
+                self._preempt(victim)
+                preempted = True
+                if victim is request:
+                    break
+            if blocks is None:
+                break
+            scheduled[request.request_id] = (tokens, blocks, False)
+            budget -= tokens
+            index += 1
+        # Those that hold blocks, after a load, come first.
+        for request in () if preempted else sorted(self.waiting, key=lambda r: not r.num_computed_tokens):
+            if not budget or len(self.running) >= self.seqs:
+                break
+            if (took := self._admit(request, budget)) is None:
+                break
+            budget -= took[0] if took else 0
+            if took:
+                scheduled[request.request_id] = took
+        return scheduled
+
+    def _admit(self, request: Request, budget: int) -> tuple[int, Any, bool] | tuple[()] | None:
+        """None: no blocks for it, nor for those after it. (): not now."""
+        name, local, external, wait = request.request_id, 0, 0, False
+        hit = self.manager.empty_kv_cache_blocks
+        if name in self.loading:
+            if name not in self.loaded:
+                return ()
+            self._load_ended(request)
+        if request.num_computed_tokens == 0:
+            hit, local, _ = self.manager.get_computed_blocks(request)
+            found, wait = self.half.matched_tokens(request, local)
+            if found is None:
+                return ()
+            external = found
+        computed = request.num_computed_tokens + local + external
+        tokens = 0 if wait else min(request.num_tokens - computed, budget)
+        blocks = self.manager.allocate_slots(
+            request,
+            tokens,
+            num_new_computed_tokens=local,
+            new_computed_blocks=hit,
+            num_external_computed_tokens=external,
+            delay_cache_blocks=wait,
+            full_sequence_must_fit=True,
+            reserved_blocks=self._reserved_blocks() if wait else 0,
+        )
+        if blocks is None:
+            return None
+        self.half.allocated(request, self.manager.get_blocks(name), external)
+        request.num_computed_tokens = computed
+        if wait:
+            self.loading.add(name)
+            return ()
+        self.waiting.remove(request)
+        self.running.append(request)
+        return tokens, self.manager.get_blocks(name), True
+
+    def _reserved_blocks(self) -> int:
+        """What prompts under way still need: a load must not take it."""
+        begun = [r for r in (*self.running, *self.waiting) if 0 < r.num_computed_tokens < r.num_tokens]
+        return sum(
+            self.manager.coordinator.get_num_blocks_to_allocate(
+                request_id=request.request_id,
+                num_tokens=request.num_tokens,
+                new_computed_blocks=self.manager.empty_kv_cache_blocks.blocks,
+                num_encoder_tokens=0,
+                total_computed_tokens=request.num_computed_tokens,
+                num_local_computed_tokens=request.num_computed_tokens,
+                num_tokens_main_model=request.num_tokens,
+                apply_admission_cap=True,
+            )
+            for request in begun
+        )
+
+    def _load_ended(self, request: Request) -> None:
+        name = request.request_id
+        self.loading.discard(name)
+        self.loaded.discard(name)
+        if name in self.failed:
+            self.failed.discard(name)
+            request.num_computed_tokens = 0
+            self.manager.free(request)
+        else:
+            self.manager.cache_blocks(request, request.num_computed_tokens)
+
+    def _preempt(self, request: Request) -> None:
+        self.manager.free(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.waiting.insert(0, request)
+        self.preempted += 1
+
+    def _end(self, request: Request) -> None:
+        settled = max(request.num_computed_tokens - request.num_in_flight_tokens, 0)
+        self.manager.remove_skipped_blocks(request.request_id, settled)
+        self.half.finished(request)
+        self.manager.free(request)
+        self.done.append(request.request_id)
+
+    def _process(self, step: Step | None) -> None:
+        for name, (computed, tokens) in step.scheduled.items() if step else ():
+            request = self.requests[name]
+            request.num_in_flight_tokens -= tokens
+            if name in self.done or request not in self.running or computed + tokens < request.num_tokens:
+                continue
+            request.append_output_token_ids(self.rng.randrange(1000))
+            if request.num_output_tokens >= request.max_tokens:
+                self.running.remove(request)
+                self._end(request)
+        report = step.report if step else WorkerReport()
+        due = [job for when, job in self.copies if when <= self.steps]
+        self.copies = [copy for copy in self.copies if copy[0] > self.steps]
+        report.saved.update(dict.fromkeys((job for job in due if job not in report.failed), 1))
+        self.loaded.update(step.loaded if step else ())
+        self.failed.update(step.failed if step else ())
+        self.half.loads_ended(step.loaded if step else (), step.failed if step else ())
+        self.half.take_report(report)
+
+    # The workers
+
+    def _execute(self, scheduled: dict[str, tuple[int, Any, bool]]) -> None:
+        state = SimpleNamespace(resolve_block_ids=self.manager.get_block_ids)
+        orders = self.half.build_orders(
+            SimpleNamespace(  # type: ignore[arg-type]
+                num_scheduled_tokens={name: tokens for name, (tokens, _, _) in scheduled.items()},
+                kv_connector_block_state=state,
+            )
+        )
+        self.orders.append(orders)
+        self._apply(orders)
+        step = Step({}, WorkerReport(), [], [])
+        for order in orders.loads:
+            step.loaded.append(order.req_id)
+            if order.req_id in self.fail_loads or not self.mapped or self.mapped.instance != order.instance:
+                step.failed.append(order.req_id)
+                continue
+            arena = self.arenas[self.mapped.epoch]
+            for ref, pages in zip(order.refs, order.pages, strict=True):
+                assert not any(any(pages[group]) for group in self.main)
+                (page,) = pages[self.indexer]
+                self.gpu[page] = arena[ref.slot]
+        for name, (tokens, blocks, whole) in scheduled.items():
+            request = self.requests[name]
+            if whole:
+                self.block_tables[name] = [[] for _ in range(len(self.main) + 1)]
+            for table, new in zip(self.block_tables[name], blocks.get_block_ids(), strict=True):
+                table.extend(new)
+            self._forward(request, request.num_computed_tokens, tokens)
+            step.scheduled[name] = (request.num_computed_tokens, tokens)
+            request.num_computed_tokens += tokens
+            request.num_in_flight_tokens += tokens
+        for save in orders.saves:
+            pages = [ids[0] for ids in save.pages]
+            (what,) = {self.gpu[page] for page in pages}
+            if not self.mapped or self.rng.random() < self.bad_copies:
+                step.report.failed[save.job] = 1
+                continue
+            self.arenas[self.mapped.epoch][save.slot] = what
+            self.copies.append((self.steps + self.rng.randint(0, self.late), save.job))
+        self.in_flight.append(step)
+
+    def _apply(self, orders: StepOrders) -> None:
+        if orders.attachment is not None or orders.detach:
+            self.mapped = orders.attachment
+            self.copies = []
+        for name in orders.host_ended:
+            del self.tables[name]
+        for backed in orders.host_backed:
+            assert backed.req_id not in self.tables
+            self.tables[backed.req_id] = Tables(backed.hot_blocks)
+            for group in backed.hot_blocks:
+                self.gpu.update(dict.fromkeys(group, "hot"))
+        for host in orders.host_blocks:
+            pages = self.tables[host.req_id].pages
+            for index, slot in host.blocks:
+                assert index not in pages, "told twice"
+                pages[index] = (host.epoch, slot)
+        for epoch in orders.forget_epochs:
+            assert not any(epoch == e for t in self.tables.values() for e, _ in t.pages.values())
+            del self.arenas[epoch]
+
+    def _forward(self, request: Request, computed: int, tokens: int) -> None:
+        """Reads the whole context, then writes the new tokens."""
+        table = self.block_tables[request.request_id]
+        pages = self.tables[request.request_id].pages if request.request_id in self.tables else {}
+        for index in range(-(-computed // BLOCK)):
+            want = self.block(request, index, computed)
+            assert self.gpu[table[self.indexer][index]] == want, (request.request_id, index, "indexer")
+            if index in pages:
+                epoch, slot = pages[index]
+                assert self.arenas[epoch][slot] == want, (request.request_id, index, "arena")
+                continue
+            for group in self.main:
+                assert self.gpu[table[group][index]] == want, (request.request_id, index, group)
+        for index in range(computed // BLOCK, -(-(computed + tokens) // BLOCK)):
+            for group in range(len(table)):
+                assert table[group][index]
+                self.gpu[table[group][index]] = self.block(request, index, computed + tokens)
+
+    def block(self, request: Request, index: int, tokens: int) -> int:
+        """What block `index` of a request holds once `tokens` of it are computed."""
+        prefix = self._prefix.setdefault(request.request_id, [0])
+        for token in request.all_token_ids[len(prefix) - 1 : tokens]:
+            prefix.append(hash((prefix[-1], token)))
+        return hash((index, prefix[min((index + 1) * BLOCK, tokens)]))
+
+    def check_empty(self) -> None:
+        """All GPU blocks are free, the workers know of no request."""
+        assert self.manager.block_pool.get_num_free_blocks() == self.free_at_start
+        assert not self.tables
+        ledger = self.half._ledger
+        assert ledger.pages == ledger.host_backed == 0
