@@ -50,8 +50,16 @@ def run_gpu_engine(model: Path, endpoint: str | None = None, **args: Any) -> Ite
     own = {"match_timeout_ms": 20_000, "connect_timeout_ms": 20_000} | args.pop("kvsieve", {})
     if endpoint is not None:
         settings["kv_transfer_config"] = KVTransferConfig(**transfer_config(endpoint, **own))
+    _forget_graph_pool()
     with running(LLM, {"model": str(model)} | settings | args) as llm:
         yield llm
+
+
+def _forget_graph_pool() -> None:
+    """vLLM keeps one pool of CUDA graphs per process; torch refuses it once an engine's graphs are gone."""
+    from vllm.platforms import current_platform
+
+    type(current_platform)._global_graph_pool = None
 
 
 @pytest.fixture

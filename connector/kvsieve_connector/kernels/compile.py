@@ -23,31 +23,25 @@ def _cupy() -> Any:
 
 
 @cache
-def load(name: str, shared_bytes: int = 0, **constants: int) -> Any:
+def load(name: str, **constants: int) -> Any:
     """The kernel `name` of `name.cu`, compiled with `constants` as macros.
 
-    Once per process and set of constants; CuPy keeps the binaries on disk. shared_bytes: the most dynamic
-    shared memory that a launch will ask for.
+    Once per process and set of constants; CuPy keeps the binaries on disk.
     Raises ImportError without CuPy, and CuPy's CompileException with the compiler's text.
     """
     options = tuple(f"-D{key}={value}" for key, value in constants.items())
     module = _cupy().RawModule(code=(HERE / f"{name}.cu").read_text(), options=options)
-    function = module.get_function(name)
-    if shared_bytes > 0:
-        function.max_dynamic_shared_size_bytes = shared_bytes
-    return function
+    return module.get_function(name)
 
 
-def launch(
-    function: Any, grid: tuple[int, ...], threads: int, args: tuple[Any, ...], shared_bytes: int = 0
-) -> None:
+def launch(function: Any, grid: tuple[int, ...], threads: int, args: tuple[Any, ...]) -> None:
     """Put one launch on torch's current stream, also under CUDA graph capture.
 
     args: tensors (passed as their address, None as a null pointer) and NumPy scalars (passed as they are).
     """
     passed = tuple(arg if isinstance(arg, np.generic) else np.uint64(_address(arg)) for arg in args)
     with _cupy().cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-        function(grid, (threads,), passed, shared_mem=shared_bytes)
+        function(grid, (threads,), passed)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -7,7 +7,7 @@
 //   4. Claim: each miss takes a slot from the clock hand, never one stamped in this call; the fetched rows are stored there.
 //
 // TOPK, QUERY_TOKENS, HOT_ROWS, ROW_BYTES, BLOCK_TOKENS; CTAS, THREADS; ROWS: rows in flight per warp;
-// BULK: rows go through shared memory by the bulk copy engine, else through registers;
+// LAZY: a page's address is read only for a miss; ARRIVE_FIRST: the barrier is reached before rows are asked for;
 // PREFETCH: only make rows present: no output, the epoch stays, a miss that finds no slot is dropped.
 
 constexpr int ITEMS = TOPK * QUERY_TOKENS;                    // positions of one batch row
@@ -44,33 +44,6 @@ __device__ __forceinline__ u64 nanoseconds() {
 
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-
-__device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void barrier_init(u64* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-__device__ __forceinline__ void barrier_expect(u64* barrier, unsigned bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u64* barrier, unsigned phase) {
-  asm volatile(
-      "{\n .reg .pred done;\n"
-      "again:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n @!done bra again;\n}"
-      ::"r"(shared_address(barrier)), "r"(phase) : "memory");
-}
-__device__ __forceinline__ void bulk_fetch(void* to, const char* from, u64* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(shared_address(to)), "l"(from), "n"(ROW_BYTES), "r"(shared_address(barrier)) : "memory");
-}
-__device__ __forceinline__ void bulk_store(char* to, const void* from) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-               ::"l"(to), "r"(shared_address(from)), "n"(ROW_BYTES) : "memory");
-}
-__device__ __forceinline__ void bulk_store_wait() {
-  asm volatile("cp.async.bulk.commit_group;\n cp.async.bulk.wait_group 0;" ::: "memory");
-}
 
 // Lanes 0..need-1 of the warp find a slot each in `slots`; the rest of `slots` is -1. Second chance: the hand takes a slot
 // whose stamp is 0, and sets to 0 the stamp of one that was last used in an earlier call.
@@ -121,9 +94,7 @@ swap_in(const int* __restrict__ topk,                // [R * QUERY_TOKENS, TOPK]
   __shared__ const char* miss_addr[SHARE];
   __shared__ int pending_row[DEDUP ? SHARE : 1], pending_item[DEDUP ? SHARE : 1];
   __shared__ int victims[WARPS][32];
-  __shared__ u64 landed[WARPS];
   __shared__ int misses, pendings, asked, gpu_rows, used_first, epoch_shared, valid[QUERY_TOKENS];
-  extern __shared__ __align__(128) char staging[];   // BULK: [WARPS][ROWS][ROW_BYTES]
 
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   const int request = blockIdx.x / CTAS, rank = blockIdx.x % CTAS;
@@ -157,7 +128,6 @@ swap_in(const int* __restrict__ topk,                // [R * QUERY_TOKENS, TOPK]
   }
   if (tid < QUERY_TOKENS) valid[tid] = 0;
   for (int i = tid; i < HOT_BLOCKS; i += THREADS) hot[i] = hot_blocks[i];
-  if (BULK && lane == 0) barrier_init(&landed[warp]);
 
   // 1. Look up. Every load of a stage is issued before the next stage needs one.
   int number[PER_THREAD], found[PER_THREAD];
@@ -172,7 +142,7 @@ swap_in(const int* __restrict__ topk,                // [R * QUERY_TOKENS, TOPK]
       if (!PREFETCH) found[j] = block_table[(long long)request * table_stride + pos[j] / BLOCK_TOKENS];
     } else {
       found[j] = __ldcg(slot_of + number[j] * BLOCK_TOKENS + pos[j] % BLOCK_TOKENS);
-      addr[j] = (const char*)page_addr[number[j]];
+      if (!LAZY) addr[j] = (const char*)page_addr[number[j]];
     }
   }
   __syncthreads();
@@ -189,7 +159,7 @@ swap_in(const int* __restrict__ topk,                // [R * QUERY_TOKENS, TOPK]
     }
     int value = -1;
     if (on_host && found[j] >= 0) {
-      used = TRACK && !PREFETCH && (__ldcg(stamp + found[j]) & PREFETCHED);
+      used = !PREFETCH && (__ldcg(stamp + found[j]) & PREFETCHED);
       stamp[found[j]] = epoch;
       value = hot[found[j] / BLOCK_TOKENS] * stride_rows + found[j] % BLOCK_TOKENS;
     } else if (pos[j] >= 0 && !on_host) {
@@ -198,7 +168,7 @@ swap_in(const int* __restrict__ topk,                // [R * QUERY_TOKENS, TOPK]
     if (!PREFETCH && item < last && !miss && !pending) out[item] = value;
 
     const unsigned missing = __ballot_sync(ALL, miss), asking = __ballot_sync(ALL, pos[j] >= 0);
-    const unsigned here = __ballot_sync(ALL, pos[j] >= 0 && !on_host), early = TRACK ? __ballot_sync(ALL, used) : 0;
+    const unsigned here = __ballot_sync(ALL, pos[j] >= 0 && !on_host), early = __ballot_sync(ALL, used);
     int base = 0;
     if (lane == 0) {
       if (missing) base = atomicAdd(&misses, __popc(missing));
@@ -211,6 +181,7 @@ swap_in(const int* __restrict__ topk,                // [R * QUERY_TOKENS, TOPK]
       const int i = base + __popc(missing & ((1u << lane) - 1));
       miss_row[i] = row;
       miss_item[i] = item;
+      if (LAZY) addr[j] = (const char*)page_addr[number[j]];
       miss_addr[i] = addr[j] + layer_offset + (pos[j] % BLOCK_TOKENS) * ROW_BYTES;
     }
     if (DEDUP && pending) {
@@ -240,27 +211,20 @@ swap_in(const int* __restrict__ topk,                // [R * QUERY_TOKENS, TOPK]
   if (!PREFETCH && counts && tid < QUERY_TOKENS && tid % CTAS == rank) counts[request * QUERY_TOKENS + tid] = valid[tid];
 
   // 2. Fetch. Miss l of a round is number base + l * WARPS + warp of the block's list.
-  Vec data[BULK ? 1 : ROWS][(UNITS + 7 + 31) / 32];
-  char* stage = staging + warp * ROWS * ROW_BYTES;
+  Vec data[ROWS][(UNITS + 7 + 31) / 32];
   int base = warp;
   int rows = max(0, min(ROWS, (n - base + WARPS - 1) / WARPS));
   const u64 started = n ? nanoseconds() : 0;
   auto fetch = [&]() {
-    if (BULK) {
-      if (rows && lane == 0) barrier_expect(&landed[warp], rows * ROW_BYTES);
-      __syncwarp();
-      if (lane < rows) bulk_fetch(stage + lane * ROW_BYTES, miss_addr[base + lane * WARPS], &landed[warp]);
-    } else {
 #pragma unroll
-      for (int l = 0; l < ROWS; ++l) {
-        if (l >= rows) break;
-        const char* from = miss_addr[base + l * WARPS];
-        const int shift = ((long long)from >> 4) & 7;  // lane 0 starts at a 128-byte line: no line is asked for twice
+    for (int l = 0; l < ROWS; ++l) {
+      if (l >= rows) break;
+      const char* from = miss_addr[base + l * WARPS];
+      const int shift = ((long long)from >> 4) & 7;  // lane 0 starts at a 128-byte line: no line is asked for twice
 #pragma unroll
-        for (int v = 0; v < (UNITS + 7 + 31) / 32; ++v) {
-          const int unit = v * 32 + lane - shift;
-          if (unit >= 0 && unit < UNITS) data[l][v] = load_host(from + unit * 16);
-        }
+      for (int v = 0; v < (UNITS + 7 + 31) / 32; ++v) {
+        const int unit = v * 32 + lane - shift;
+        if (unit >= 0 && unit < UNITS) data[l][v] = load_host(from + unit * 16);
       }
     }
   };
@@ -271,7 +235,6 @@ swap_in(const int* __restrict__ topk,                // [R * QUERY_TOKENS, TOPK]
 
   // 3. + 4.
   cluster_wait();
-  unsigned phase = 0;
   int done = 0, lost = 0;
   while (rows > 0) {
     claim(rows, victims[warp], stamp, clock, epoch, lane, rank * WARPS + warp);
@@ -293,28 +256,20 @@ swap_in(const int* __restrict__ topk,                // [R * QUERY_TOKENS, TOPK]
     done += placed;
     lost += rows - placed;
     auto place = [&](int h) { return cache + hot[h / BLOCK_TOKENS] * block_stride + (h % BLOCK_TOKENS) * ROW_BYTES; };
-    if (BULK) {
-      barrier_wait(&landed[warp], phase);
-      phase ^= 1;
-      if (lane < rows && mine >= 0) bulk_store(place(mine), stage + lane * ROW_BYTES);
-      bulk_store_wait();
-      __syncwarp();
-    } else {
 #pragma unroll
-      for (int l = 0; l < ROWS; ++l) {
-        if (l >= rows) break;
-        const int h = victims[warp][l];
-        if (h < 0) continue;
-        const int shift = ((long long)miss_addr[base + l * WARPS] >> 4) & 7;
-        char* to = place(h);
+    for (int l = 0; l < ROWS; ++l) {
+      if (l >= rows) break;
+      const int h = victims[warp][l];
+      if (h < 0) continue;
+      const int shift = ((long long)miss_addr[base + l * WARPS] >> 4) & 7;
+      char* to = place(h);
 #pragma unroll
-        for (int v = 0; v < (UNITS + 7 + 31) / 32; ++v) {
-          const int unit = v * 32 + lane - shift;
-          if (unit >= 0 && unit < UNITS) *(Vec*)(to + unit * 16) = data[l][v];
-        }
+      for (int v = 0; v < (UNITS + 7 + 31) / 32; ++v) {
+        const int unit = v * 32 + lane - shift;
+        if (unit >= 0 && unit < UNITS) *(Vec*)(to + unit * 16) = data[l][v];
       }
-      __syncwarp();
     }
+    __syncwarp();
     base += WARPS * ROWS;
     rows = max(0, min(ROWS, (n - base + WARPS - 1) / WARPS));
     if (rows > 0) fetch();

@@ -16,26 +16,30 @@ __all__ = ["LayerCache", "RequestTables", "prefetch", "swap_in"]
 
 
 @dataclass(frozen=True)
-class Variant:
+class Shape:
     """How the kernel is built.
 
-    ctas: blocks per batch row (a cluster). threads: per block. rows: in flight per warp. bulk: rows come by
-    the bulk copy engine, else through registers. arrive_first: the blocks report their stamps before they ask
-    for rows, else after. track: count the use of prefetched rows.
+    ctas: blocks per batch row (a cluster). threads: per block. rows: in flight per warp. arrive_first: a
+    block reports its stamps before it asks for rows, else after. lazy: a page's address is read only for a
+    miss.
     """
 
-    ctas: int = 8
-    threads: int = 256
-    rows: int = 16
-    bulk: bool = True
-    arrive_first: bool = False
-    track: bool = True
-
-    def shared_bytes(self, row_bytes: int) -> int:
-        return self.threads // 32 * self.rows * row_bytes if self.bulk else 0
+    ctas: int
+    threads: int
+    rows: int
+    arrive_first: bool
+    lazy: bool
 
 
-DEFAULT = Variant()
+FEW, MANY = Shape(8, 256, 8, False, False), Shape(4, 256, 4, True, True)
+"""For few requests latency counts, for many the number of blocks to start."""
+
+MANY_REQUESTS = 12
+
+
+def shape_for(requests: int) -> Shape:
+    """The better one for a batch of so many rows."""
+    return MANY if requests >= MANY_REQUESTS else FEW
 
 
 def swap_in(
@@ -48,7 +52,7 @@ def swap_in(
     *,
     query_tokens: int,
     stride_rows: int,
-    variant: Variant = DEFAULT,
+    shape: Shape | None = None,
 ) -> None:
     """Make every row that the positions name present on the GPU, and say where it is.
 
@@ -68,11 +72,11 @@ def swap_in(
     cache = layer.cache
     key = (topk.shape[1], query_tokens, layer.tag.shape[1], cache.shape[2], cache.shape[1])
     table = (block_table, np.int32(block_table.stride(0)))
-    _launch(layer, tables, key, topk, (*table, out, counts, np.int32(stride_rows)), variant)
+    _launch(layer, tables, key, topk, (*table, out, counts, np.int32(stride_rows)), shape)
 
 
 def prefetch(
-    layer: LayerCache, tables: RequestTables, positions: torch.Tensor, *, variant: Variant = DEFAULT
+    layer: LayerCache, tables: RequestTables, positions: torch.Tensor, *, shape: Shape | None = None
 ) -> None:
     """Make rows present that a later swap_in may ask for.
 
@@ -83,9 +87,7 @@ def prefetch(
     check_prefetch(layer, tables, positions)
     cache = layer.cache
     key = (positions.shape[1], 1, layer.tag.shape[1], cache.shape[2], cache.shape[1])
-    _launch(
-        layer, tables, key, positions, (None, np.int32(0), None, None, np.int32(0)), variant, prefetch=True
-    )
+    _launch(layer, tables, key, positions, (None, np.int32(0), None, None, np.int32(0)), shape, prefetch=True)
 
 
 @cache
@@ -95,23 +97,21 @@ def _load(
     hot_rows: int,
     row_bytes: int,
     block_tokens: int,
-    variant: Variant,
+    shape: Shape,
     prefetch: bool,
 ) -> Any:
     return load(
         "swap_in",
-        variant.shared_bytes(row_bytes),
         TOPK=topk,
         QUERY_TOKENS=query_tokens,
         HOT_ROWS=hot_rows,
         ROW_BYTES=row_bytes,
         BLOCK_TOKENS=block_tokens,
-        CTAS=variant.ctas,
-        THREADS=variant.threads,
-        ROWS=variant.rows,
-        BULK=int(variant.bulk),
-        ARRIVE_FIRST=int(variant.arrive_first),
-        TRACK=int(variant.track),
+        CTAS=shape.ctas,
+        THREADS=shape.threads,
+        ROWS=shape.rows,
+        ARRIVE_FIRST=int(shape.arrive_first),
+        LAZY=int(shape.lazy),
         PREFETCH=int(prefetch),
     )
 
@@ -122,7 +122,7 @@ def _launch(
     key: tuple[int, int, int, int, int],
     positions: torch.Tensor,
     outputs: tuple[Any, ...],
-    variant: Variant,
+    shape: Shape | None,
     *,
     prefetch: bool = False,
 ) -> None:
@@ -131,6 +131,7 @@ def _launch(
     requests = positions.shape[0] // key[1]
     if requests == 0 or positions.shape[1] == 0:
         return
+    shape = shape or shape_for(requests)
     args = (
         positions,
         *outputs,
@@ -148,6 +149,4 @@ def _launch(
         layer.clock,
         layer.counters,
     )
-    grid = (requests * variant.ctas,)
-    function = _load(*key, variant, prefetch)
-    launch(function, grid, variant.threads, args, variant.shared_bytes(cache.shape[2]))
+    launch(_load(*key, shape, prefetch), (requests * shape.ctas,), shape.threads, args)
