@@ -25,10 +25,10 @@ class Host:
     new one.
 
     expected: blocks that it may come to have. known: its first blocks that were matched or ordered to be
-    saved, as a count; missing: those of them whose save failed. places: blocks that can be read, by index.
-    durable: the first of these without a gap, as a count. leases, kept: what to give back to the store
-    afterwards, as (epoch, lease id) and (epoch, slot). told: the workers know of it. ended: its blocks are
-    not its own any more.
+    saved, as a count; missing: those of them whose save failed. places: blocks that can be read, by index;
+    epochs: theirs. durable: the first of these without a gap, as a count. leases, kept: what to give back
+    to the store afterwards, as (epoch, lease id) and (epoch, slot). told: the workers know of it. ended:
+    its blocks are not its own any more.
     """
 
     request: Request
@@ -39,6 +39,7 @@ class Host:
     ended: bool = False
     missing: set[int] = field(default_factory=set)
     places: dict[int, Place] = field(default_factory=dict)
+    epochs: set[int] = field(default_factory=set)
     leases: list[tuple[int, int]] = field(default_factory=list)
     kept: list[tuple[int, SlotRef]] = field(default_factory=list)
 
@@ -46,10 +47,6 @@ class Host:
     def owed(self) -> int:
         """Slots that the request may still write to."""
         return max(self.expected - self.known, 0) + len(self.missing)
-
-    @property
-    def epochs(self) -> set[int]:
-        return {place.epoch for place in self.places.values()}
 
     @property
     def is_copying(self) -> bool:
@@ -70,6 +67,7 @@ class Host:
     def put(self, index: int, place: Place) -> None:
         """The block can be read there."""
         self.places[index] = place
+        self.epochs.add(place.epoch)
         while self.durable in self.places:
             self.durable += 1
 
