@@ -12,8 +12,6 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
     get_request_block_hasher,
     init_none_hash,
 )
@@ -26,6 +24,11 @@ from kvsieve_connector.sparse.manager import HostBackedManager, bind_managers
 from kvsieve_connector.sparse.plan import SparsePlan
 from kvsieve_connector.sparse.residency import Holding
 from kvsieve_connector.sparse.spec import to_host_backed
+
+try:
+    from vllm.v1.core import kv_cache_planning as planner
+except ImportError:  # vLLM 0.32
+    from vllm.v1.core import kv_cache_utils as planner
 
 BLOCK = 64
 ROW_BYTES, INDEXER_ROW_BYTES = 656, 132
@@ -81,8 +84,9 @@ def plan_cache(config: Any, layers: int, memory: int, plan: SparsePlan | None) -
         specs[f"layers.{i}.indexer.k_cache"] = layer(
             INDEXER_ROW_BYTES, head_size=INDEXER_ROW_BYTES, cache_role=SparseCacheRole.INDEXER
         )
-    groups = get_kv_cache_groups(config, specs)
-    return generate_scheduler_kv_cache_config([get_kv_cache_config_from_groups(config, groups, memory)])
+    groups = planner.get_kv_cache_groups(config, specs)
+    whole = planner.get_kv_cache_config_from_groups(config, groups, memory)
+    return generate_scheduler_kv_cache_config([whole])
 
 
 def cache_manager(config: Any, kv_cache_config: KVCacheConfig) -> KVCacheManager:
