@@ -80,7 +80,7 @@ class SlotBudget:
             self.waiting, self._need, self._drop_at = "", 0, None
 
     def maintain(self, client: StoreClient, owed: int, target: int) -> list[SlotRef]:
-        """Asks for what is missing; returns slots to give back. target: slots that the client keeps granted."""
+        """Asks for what is missing; returns slots to give back. target: what the client keeps granted."""
         now, wanted = self._clock(), owed + self._need
         self.gave_up = False
         if self._asked is not None and self._asked.done():
