@@ -32,7 +32,7 @@ COUNTERS = {
     "prefetched_rows": "Sparse decode: rows fetched from the arena ahead of their swap-in",
     "prefetched_rows_used": "Sparse decode: prefetched rows that a swap-in asked for",
     "lost_rows": "Sparse decode: rows that found no place; anything but 0 is a fault",
-    "swap_in_wait_ns": "Sparse decode: nanoseconds that swap-ins waited for rows, summed over requests and layers",
+    "swap_in_wait_ns": "Sparse decode: nanoseconds that swap-ins waited for rows, of all requests and layers",
     "swapped_in_bytes": "Sparse decode: bytes fetched from the arena",
 }
 
