@@ -15,7 +15,6 @@ from tests.unit.swap_in_bodies import BODIES  # noqa: E402
 from tests.unit.swap_in_trace import Face, Size, run  # noqa: E402
 
 KERNEL = Face(swap_in, "cuda")
-FACES = {name: Face(swap_in, "cuda", {"shape": getattr(swap_in, name)}) for name in ("FEW", "MANY")}
 
 LONG = {
     "batch 1": (Size(batch=1, slots=2, blocks=96, k=2048, hot_blocks=64), 500),
@@ -32,10 +31,9 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("shape", FACES)
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_body(body: Callable[[Face], None], shape: str) -> None:
-    body(FACES[shape])
+def test_body(body: Callable[[Face], None]) -> None:
+    body(KERNEL)
 
 
 @pytest.mark.parametrize("case", LONG)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,10 @@ NONE = -1
 
 @dataclass(frozen=True)
 class Face:
-    """One implementation: a module with swap_in and prefetch, its device, and options of its own."""
+    """One implementation: a module with swap_in and prefetch, and its device."""
 
     module: Any
     device: str
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,6 @@ class Trace:
             counts,
             query_tokens=size.query_tokens,
             stride_rows=2 * BLOCK_TOKENS,
-            **self.face.options,
         )
 
         assert torch.equal(counts, (want >= 0).sum(1, dtype=torch.int32))
@@ -237,9 +235,7 @@ class Trace:
     def prefetch(self, rows: list[int], positions: np.ndarray) -> None:
         """One call; positions: int32 [len(rows), n]."""
         self.place(rows)
-        self.face.module.prefetch(
-            self.layer, self.tables, torch.from_numpy(positions).to(self.face.device), **self.face.options
-        )
+        self.face.module.prefetch(self.layer, self.tables, torch.from_numpy(positions).to(self.face.device))
         self._check_tables()
         self.expected["prefetched"] = self.counter("prefetched")
 

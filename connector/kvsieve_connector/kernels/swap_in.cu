@@ -7,7 +7,6 @@
 //   4. Claim: each miss takes a slot from the clock hand, never one stamped in this call; the fetched rows are stored there.
 //
 // TOPK, QUERY_TOKENS, HOT_ROWS, ROW_BYTES, BLOCK_TOKENS; CTAS, THREADS; ROWS: rows in flight per warp;
-// LAZY: a page's address is read only for a miss; ARRIVE_FIRST: the barrier is reached before rows are asked for;
 // PREFETCH: only make rows present: no output, the epoch stays, a miss that finds no slot is dropped.
 
 constexpr int ITEMS = TOPK * QUERY_TOKENS;                    // positions of one batch row
@@ -142,7 +141,7 @@ swap_in(const int* __restrict__ topk,                // [R * QUERY_TOKENS, TOPK]
       if (!PREFETCH) found[j] = block_table[(long long)request * table_stride + pos[j] / BLOCK_TOKENS];
     } else {
       found[j] = __ldcg(slot_of + number[j] * BLOCK_TOKENS + pos[j] % BLOCK_TOKENS);
-      if (!LAZY) addr[j] = (const char*)page_addr[number[j]];
+      addr[j] = (const char*)page_addr[number[j]];
     }
   }
   __syncthreads();
@@ -181,7 +180,6 @@ swap_in(const int* __restrict__ topk,                // [R * QUERY_TOKENS, TOPK]
       const int i = base + __popc(missing & ((1u << lane) - 1));
       miss_row[i] = row;
       miss_item[i] = item;
-      if (LAZY) addr[j] = (const char*)page_addr[number[j]];
       miss_addr[i] = addr[j] + layer_offset + (pos[j] % BLOCK_TOKENS) * ROW_BYTES;
     }
     if (DEDUP && pending) {
@@ -190,7 +188,6 @@ swap_in(const int* __restrict__ topk,                // [R * QUERY_TOKENS, TOPK]
       pending_item[i] = item;
     }
   }
-  if (ARRIVE_FIRST) cluster_arrive();
   if (!PREFETCH && counts) {
     for (int q = rank; q < QUERY_TOKENS; q += CTAS) {
       int n = 0;
@@ -229,7 +226,7 @@ swap_in(const int* __restrict__ topk,                // [R * QUERY_TOKENS, TOPK]
     }
   };
   fetch();
-  if (!ARRIVE_FIRST) cluster_arrive();
+  cluster_arrive();
   const int pending_count = DEDUP && !PREFETCH ? pendings : 0;
   if (n == 0 && pending_count == 0) return;
 

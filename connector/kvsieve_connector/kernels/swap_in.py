@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,31 +14,9 @@ from .tables import LayerCache, RequestTables, check_prefetch, check_swap_in, re
 __all__ = ["LayerCache", "RequestTables", "prefetch", "swap_in"]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """How the kernel is built.
-
-    ctas: blocks per batch row (a cluster). threads: per block. rows: in flight per warp. arrive_first: a
-    block reports its stamps before it asks for rows, else after. lazy: a page's address is read only for a
-    miss.
-    """
-
-    ctas: int
-    threads: int
-    rows: int
-    arrive_first: bool
-    lazy: bool
-
-
-FEW, MANY = Shape(8, 256, 8, False, False), Shape(4, 256, 4, True, True)
-"""For few requests latency counts, for many the number of blocks to start."""
-
-MANY_REQUESTS = 12
-
-
-def shape_for(requests: int) -> Shape:
-    """The better one for a batch of so many rows."""
-    return MANY if requests >= MANY_REQUESTS else FEW
+CTAS, THREADS, ROWS = 8, 256, 8
+"""Blocks per batch row (a cluster), threads per block, rows in flight per warp: the best shape at batch 1 to 32
+on an H200 (docs/decisions/0013-swap-in-kernel.md)."""
 
 
 def swap_in(
@@ -52,7 +29,6 @@ def swap_in(
     *,
     query_tokens: int,
     stride_rows: int,
-    shape: Shape | None = None,
 ) -> None:
     """Make every row that the positions name present on the GPU, and say where it is.
 
@@ -72,12 +48,10 @@ def swap_in(
     cache = layer.cache
     key = (topk.shape[1], query_tokens, layer.tag.shape[1], cache.shape[2], cache.shape[1])
     table = (block_table, np.int32(block_table.stride(0)))
-    _launch(layer, tables, key, topk, (*table, out, counts, np.int32(stride_rows)), shape)
+    _launch(layer, tables, key, topk, (*table, out, counts, np.int32(stride_rows)))
 
 
-def prefetch(
-    layer: LayerCache, tables: RequestTables, positions: torch.Tensor, *, shape: Shape | None = None
-) -> None:
+def prefetch(layer: LayerCache, tables: RequestTables, positions: torch.Tensor) -> None:
     """Make rows present that a later swap_in may ask for.
 
     positions: int32 [R, n], -1: none; n <= H. A row is left out if every slot was used by the last swap_in or
@@ -87,7 +61,7 @@ def prefetch(
     check_prefetch(layer, tables, positions)
     cache = layer.cache
     key = (positions.shape[1], 1, layer.tag.shape[1], cache.shape[2], cache.shape[1])
-    _launch(layer, tables, key, positions, (None, np.int32(0), None, None, np.int32(0)), shape, prefetch=True)
+    _launch(layer, tables, key, positions, (None, np.int32(0), None, None, np.int32(0)), prefetch=True)
 
 
 @cache
@@ -97,7 +71,6 @@ def _load(
     hot_rows: int,
     row_bytes: int,
     block_tokens: int,
-    shape: Shape,
     prefetch: bool,
 ) -> Any:
     return load(
@@ -107,11 +80,9 @@ def _load(
         HOT_ROWS=hot_rows,
         ROW_BYTES=row_bytes,
         BLOCK_TOKENS=block_tokens,
-        CTAS=shape.ctas,
-        THREADS=shape.threads,
-        ROWS=shape.rows,
-        ARRIVE_FIRST=int(shape.arrive_first),
-        LAZY=int(shape.lazy),
+        CTAS=CTAS,
+        THREADS=THREADS,
+        ROWS=ROWS,
         PREFETCH=int(prefetch),
     )
 
@@ -122,7 +93,6 @@ def _launch(
     key: tuple[int, int, int, int, int],
     positions: torch.Tensor,
     outputs: tuple[Any, ...],
-    shape: Shape | None,
     *,
     prefetch: bool = False,
 ) -> None:
@@ -131,7 +101,6 @@ def _launch(
     requests = positions.shape[0] // key[1]
     if requests == 0 or positions.shape[1] == 0:
         return
-    shape = shape or shape_for(requests)
     args = (
         positions,
         *outputs,
@@ -149,4 +118,4 @@ def _launch(
         layer.clock,
         layer.counters,
     )
-    launch(_load(*key, shape, prefetch), (requests * shape.ctas,), shape.threads, args)
+    launch(_load(*key, prefetch), (requests * CTAS,), THREADS, args)

@@ -50,6 +50,7 @@ class SparseWorkerHalf(WorkerHalf):
         self._kept: dict[int, tuple[ArenaMap, Callable[[], None]]] = {}
         """Arenas of sessions that are over, by epoch, which live requests still read; how to unpin each."""
         self._drafts = vllm_config.speculative_config is not None
+        self._runs_in_step = vllm_config.parallel_config.data_parallel_size > 1
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register(kv_caches)
@@ -117,8 +118,9 @@ class SparseWorkerHalf(WorkerHalf):
         self._sparse.begin(batch_rows(step["request_ids"], step["scheduler_output"]))
 
     def forward_launched(self) -> None:
-        """Nothing more of this step reads the tables, unless a drafter follows."""
-        if not self._drafts:
+        """Where engines run in step (DP), an idle one replays graphs without a batch: they must touch no
+        request's tables. A drafter that follows still reads them."""
+        if self._runs_in_step and not self._drafts:
             self._sparse.tables.clear_rows()
 
     def results(self) -> Any:
