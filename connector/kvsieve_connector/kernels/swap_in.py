@@ -15,8 +15,8 @@ __all__ = ["LayerCache", "RequestTables", "prefetch", "swap_in"]
 
 
 CTAS, THREADS, ROWS = 8, 256, 8
-"""Blocks per batch row (a cluster), threads per block, rows in flight per warp: the best shape at batch 1 to 32
-on an H200 (docs/decisions/0013-swap-in-kernel.md)."""
+"""Blocks per batch row (a cluster), threads per block, rows in flight per warp: the best shape at batch 1 to
+32 on an H200 (docs/decisions/0013-swap-in-kernel.md)."""
 
 
 def swap_in(
