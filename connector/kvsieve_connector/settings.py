@@ -46,8 +46,9 @@ class ConnectorSettings(BaseModel):
     window_blocks: int = Field(default=2, ge=1, le=64)
     """Sparse mode: newest full blocks of a request that stay on the GPU."""
 
-    prefetch: str = Field(default="previous-step", min_length=1)
-    """Sparse mode: which rows are fetched before a layer asks for them."""
+    prefetch: str | None = Field(default=None, min_length=1)
+    """Sparse mode: which rows are fetched before a layer asks for them. Default: "index-share" where layers
+    share an index, else "previous-step"."""
 
 
 def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
