@@ -1,6 +1,7 @@
 """Entry point `vllm.general_plugins`: makes "KVSieveConnector" known by name, and registers sparse mode."""
 
-NAME = "KVSieveConnector"
+from kvsieve_connector.settings import NAME
+
 MODULE = "kvsieve_connector.connector"
 
 BACKENDS = {

@@ -10,7 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvsieve_store.addresses import default_socket
 
+NAME = "KVSieveConnector"
+"""The connector's name in `kv_transfer_config`."""
+
 PREFIX = "kvsieve."
+
+PrefetchName = Literal["none", "previous-step", "previous-step+margin", "previous-layer", "index-share"]
+"""What each of them fetches: sparse/prefetch.py."""
 
 
 class ConnectorSettings(BaseModel):
@@ -46,7 +52,7 @@ class ConnectorSettings(BaseModel):
     window_blocks: int = Field(default=2, ge=1, le=64)
     """Sparse mode: newest full blocks of a request that stay on the GPU."""
 
-    prefetch: str | None = Field(default=None, min_length=1)
+    prefetch: PrefetchName | None = None
     """Sparse mode: which rows are fetched before a layer asks for them. Default: "index-share" where layers
     share an index, else "previous-step"."""
 

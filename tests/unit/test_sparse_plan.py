@@ -64,6 +64,7 @@ def test_hot_rows_are_whole_blocks() -> None:
         ({"kvsieve.hot_rows": 0}, {}, "hot_rows: .*greater than or equal to 1"),
         ({"kvsieve.window_blocks": 0}, {}, "window_blocks"),
         ({"kvsieve.save_decode": False}, {}, "save_decode=false given"),
+        ({"kvsieve.prefetch": "next"}, {}, r"kvsieve\.prefetch: Input should be 'none', .* got 'next'"),
         ({}, {"hf": {"index_topk": None}}, "some/model has none. Use mode 'cache'"),
         ({}, {"cache_dtype": "nvfp4_ds_mla"}, "kv_cache_dtype='nvfp4_ds_mla' is not supported"),
     ],

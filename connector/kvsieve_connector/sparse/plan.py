@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvsieve_connector.plugin import NAME
-from kvsieve_connector.settings import PREFIX, ConnectorSettings, parse_settings
+from kvsieve_connector.settings import NAME, PREFIX, ConnectorSettings, parse_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

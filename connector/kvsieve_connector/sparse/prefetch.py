@@ -14,11 +14,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from kvsieve_connector.settings import PrefetchName
 
 Source = Literal["previous-step", "previous-layer", "leader"]
 
-NAMES = ("none", "previous-step", "previous-step+margin", "previous-layer", "index-share")
+NAMES: tuple[str, ...] = get_args(PrefetchName)
 """What `kvsieve.prefetch` may be."""
 
 DEFAULT = "previous-step"
