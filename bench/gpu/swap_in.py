@@ -141,7 +141,7 @@ class Ours(Contender):
             self.calls.append(call)
 
     def missed(self) -> float:
-        return float(self.counters[..., COUNTERS.index("misses")].sum())
+        return float(self.counters[..., COUNTERS.index("missed_rows")].sum())
 
 
 class HiSparse(Contender):

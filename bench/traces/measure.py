@@ -34,6 +34,7 @@ RECIPES = (
 )
 
 _WARM_UP = 64
+_SHORT = "previous-layer, k/8 rows at most"
 _LONG_LAYER_US = 300.0  # compute with the experts' part: more for a prefetch to hide behind
 
 
@@ -62,7 +63,8 @@ def measure(
             held = round(requests_held(round(size * TOPK)), 1)
             cases = [(none, each) for each in REPLACEMENTS] + [(policy, HotBuffer) for policy in others]
             for policy, replacement in cases:
-                run = simulate(trace, policy, round(size * trace.k), replacement=replacement)
+                budget = trace.k // 8 if policy.name == _SHORT else None
+                run = simulate(trace, policy, round(size * trace.k), replacement=replacement, budget=budget)
                 rows.append(
                     {
                         "trace": trace.name,
@@ -82,8 +84,7 @@ def _policies(trace: Trace) -> list[Policy]:
     """First "none"; "index-share" only where layers share."""
     names = ["none", "previous-step", "previous-step+margin", "previous-layer"]
     policies = [make_policy(name, trace.layers) for name in names]
-    short = make_policy("previous-layer", trace.layers, budget=trace.k // 8)
-    policies.append(replace(short, name="previous-layer, k/8 rows at most"))
+    policies.append(replace(policies[-1], name=_SHORT))
     if trace.leaders != tuple(range(trace.layers)):
         policies.append(make_policy("index-share", trace.layers, leaders=trace.leaders))
     return policies

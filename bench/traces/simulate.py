@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from bench.traces.counts import Counts
 from bench.traces.hot_buffer import Belady, HotBuffer
 from bench.traces.trace import Positions, Trace
-from kvsieve_connector.sparse.prefetch import Counts, Policy, Prefetch
+from kvsieve_connector.sparse.prefetch import Policy, Prefetch
 
 Rows = npt.NDArray[np.int64]
 
@@ -53,10 +54,13 @@ def simulate(
     *,
     replacement: type[HotBuffer] = HotBuffer,
     window_blocks: int = 2,
+    budget: int | None = None,
 ) -> Run:
     """Runs the steps of `trace` with hot buffers of `hot_rows` that start empty.
 
-    Whatever lies below the window is read from the arena, as if its GPU blocks had all been reused.
+    Whatever lies below the window is read from the arena, as if its GPU blocks had all been reused. A warm
+    start fetches the list of the step before the first.
+    budget: rows that one prefetch in a step fetches at most; None: as many as it may displace.
     Raises ValueError when hot_rows is less than k.
     """
     if hot_rows < trace.k:
@@ -69,10 +73,13 @@ def simulate(
         buffer = replacement(hot_rows, trace.tokens)
         next_use = _next_use(trace, layer, windows) if replacement is Belady else windows
         for step in range(1, trace.steps):
-            for prefetch in policy.before(layer, empty=step == 1):
+            lists = policy.steps[layer]
+            if step == 1 and policy.warm_start:
+                lists = (Prefetch("previous-step", layer), *lists)
+            for prefetch in lists:
                 rows = _listed(trace, prefetch, step, windows[step])
                 warm_start = step == 1 and prefetch.source == "previous-step"
-                fetched = buffer.prefetch(rows, prefetch.budget, warm_start=warm_start)
+                fetched = buffer.prefetch(rows, None if warm_start else budget, warm_start=warm_start)
                 if warm_start:
                     run.warm[layer] += fetched
                 else:

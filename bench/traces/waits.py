@@ -46,7 +46,7 @@ def exposed_us(
     steps, layers = misses.shape
     issued_in: dict[int, list[int]] = {}
     for layer in range(layers):
-        for prefetch in policy.before(layer):
+        for prefetch in policy.steps[layer]:
             known = layer - 1 if prefetch.source == "previous-step" else prefetch.layer
             issued_in.setdefault(known % layers, []).append(layer)
     waits = np.zeros((steps, layers))

@@ -31,8 +31,8 @@ COUNTERS = {
     "missed_rows": "Sparse decode: rows fetched from the arena by the swap-in that asked for them",
     "prefetched_rows": "Sparse decode: rows fetched from the arena ahead of their swap-in",
     "prefetched_rows_used": "Sparse decode: prefetched rows that a swap-in asked for",
-    "lost_rows": "Sparse decode: rows that found no place; anything but 0 is a fault",
-    "swap_in_wait_ns": "Sparse decode: nanoseconds that swap-ins waited for rows, of all requests and layers",
+    "unplaced_rows": "Sparse decode: rows that found no place in a hot buffer; anything but 0 is a fault",
+    "swap_in_wait_seconds": "Sparse decode: time that swap-ins waited for rows, of all requests and layers",
     "swapped_in_bytes": "Sparse decode: bytes fetched from the arena",
 }
 

@@ -45,10 +45,10 @@ def throw_out(llm: Any) -> int:
 
 def row_counts(llm: Any) -> dict[str, int]:
     """The swap-in's counters since the start, of all layers and requests."""
-    from kvsieve_connector.sparse.counters import NAMES
+    from kvsieve_connector.kernels.tables import COUNTERS
 
     totals = sparse_worker(llm)._runtime.tables.counters.sum((0, 1)).tolist()
-    return dict(zip(NAMES, totals, strict=True))
+    return dict(zip(COUNTERS, totals, strict=True))
 
 
 def host_share(llm: Any) -> float:

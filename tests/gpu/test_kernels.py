@@ -40,7 +40,7 @@ def test_body(body: Callable[[Face], None]) -> None:
 def test_long_trace(case: str) -> None:
     size, steps = LONG[case]
     trace = run(KERNEL, size, seed=21, steps=steps)
-    assert trace.counter("lost") == 0
+    assert trace.counter("unplaced_rows") == 0
 
 
 def test_long_trace_with_prefetch() -> None:

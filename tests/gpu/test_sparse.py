@@ -153,7 +153,7 @@ def test_logits_are_as_near_to_stock_as_stock_is_to_itself(
     _tell(case, results, squeeze.shares, rows)
     assert min(squeeze.shares) > 0.8
     assert rows["missed_rows"] > 0
-    assert rows["lost_rows"] == 0
+    assert rows["unplaced_rows"] == 0
     assert all(result.alike for result in results.values())
 
 
@@ -187,7 +187,7 @@ def test_prompts_go_on_from_prefixes_that_an_engine_saved_before_it_was_restarte
     results = {"restarted": compare(first, stock.any), "and again": compare(again, stock.any)}
     _tell("restart", results | {"arena overwritten": wrong}, squeeze.shares, rows)
     assert cached == [(len(ids) - 1) // 64 * 64 for ids in prefixes]
-    assert rows["lost_rows"] == 0
+    assert rows["unplaced_rows"] == 0
     assert all(result.alike for result in results.values())
     assert not wrong.alike
 
@@ -225,7 +225,7 @@ def test_preempted_requests_go_on(
     _tell("preemption", results, squeeze.shares, rows)
     print(f"= preemption: {thrown_out} requests thrown out, {natural} preempted for want of blocks")
     assert thrown_out > len(stock.tasks)
-    assert rows["lost_rows"] == 0
+    assert rows["unplaced_rows"] == 0
     assert all(result.alike for result in results.values())
 
 
@@ -267,7 +267,7 @@ def test_slots_and_tables_are_used_again_after_aborts(
     _tell("aborts", results, [], rows)
     assert share != share, "requests are still running"
     assert free == total
-    assert rows["lost_rows"] == 0
+    assert rows["unplaced_rows"] == 0
     assert all(result.alike for result in results.values())
 
 

@@ -38,7 +38,7 @@ def hot_buffer_of_exactly_k_rows(face: Face) -> None:
     for step in range(12):
         picks = {s: np.sort(trace.rng.permutation(320)[:128])[None].astype(np.int32) for s in range(2)}
         trace.swap_in([step % 2, 1 - step % 2], picks)
-    assert trace.counter("lost") == 0
+    assert trace.counter("unplaced_rows") == 0
 
 
 def positions_of_several_rows_are_fetched_once(face: Face) -> None:
@@ -46,10 +46,10 @@ def positions_of_several_rows_are_fetched_once(face: Face) -> None:
     _host_request(trace, 0)
     row = np.arange(100, 164, dtype=np.int32)
     trace.swap_in([0], {0: np.stack([row, row[::-1].copy(), row])})
-    assert trace.counter("misses") == 64
-    assert trace.counter("hot_hits") == 128
+    assert trace.counter("missed_rows") == 64
+    assert trace.counter("hot_rows_hit") == 128
     trace.swap_in([0], {0: np.stack([row + 1, row + 2, row + 3])})
-    assert trace.counter("misses") == 67
+    assert trace.counter("missed_rows") == 67
 
 
 def used_rows_stay(face: Face) -> None:
@@ -58,17 +58,17 @@ def used_rows_stay(face: Face) -> None:
     _host_request(trace, 0)
     picks = {0: trace.pick(0, 1.0)}
     trace.swap_in([0], picks)
-    misses = trace.counter("misses")
+    misses = trace.counter("missed_rows")
     for _ in range(3):
         trace.swap_in([0], picks)
-    assert trace.counter("misses") == misses
+    assert trace.counter("missed_rows") == misses
 
 
 def nothing_but_padding(face: Face) -> None:
     trace = Trace(face, Size(batch=3, slots=2, blocks=2, k=64, hot_blocks=1), seed=8)
     trace.swap_in([NONE, NONE, NONE], {})
     trace.swap_in([], {})
-    assert trace.counter("asked") == 0
+    assert trace.counter("asked_rows") == 0
 
 
 def no_positions(face: Face) -> None:
@@ -92,7 +92,7 @@ def a_page_and_a_table_slot_are_used_again(face: Face) -> None:
         _host_request(trace, 0)
         trace.swap_in([0], {0: row})
         trace.end(0)
-    assert trace.counter("misses") == 3 * 64
+    assert trace.counter("missed_rows") == 3 * 64
 
 
 def prefetched_rows_are_hits(face: Face) -> None:
@@ -100,12 +100,12 @@ def prefetched_rows_are_hits(face: Face) -> None:
     _host_request(trace, 1)
     row = np.arange(30, 94, dtype=np.int32)
     trace.prefetch([NONE, 1], np.stack([row, row]))
-    assert trace.counter("prefetched") == 64
+    assert trace.counter("prefetched_rows") == 64
     trace.swap_in([1], {1: row[None]})
-    assert trace.counter("misses") == 0
-    assert trace.counter("prefetched_used") == 64
+    assert trace.counter("missed_rows") == 0
+    assert trace.counter("prefetched_rows_used") == 64
     trace.swap_in([1], {1: row[None]})
-    assert trace.counter("prefetched_used") == 64
+    assert trace.counter("prefetched_rows_used") == 64
 
 
 def prefetch_displaces_nothing_in_use(face: Face) -> None:
@@ -115,17 +115,17 @@ def prefetch_displaces_nothing_in_use(face: Face) -> None:
     trace.swap_in([0], {0: old})
     trace.swap_in([0], {0: used})
     trace.prefetch([0], np.arange(300, 428, dtype=np.int32)[None])
-    assert trace.counter("prefetched") == trace.size.hot_rows - 96
-    misses = trace.counter("misses")
+    assert trace.counter("prefetched_rows") == trace.size.hot_rows - 96
+    misses = trace.counter("missed_rows")
     trace.swap_in([0], {0: used})
-    assert trace.counter("misses") == misses
+    assert trace.counter("missed_rows") == misses
 
 
 def prefetch_of_a_position_twice(face: Face) -> None:
     trace = Trace(face, Size(batch=1, slots=1, blocks=2, k=64, hot_blocks=1), seed=14)
     _host_request(trace, 0)
     trace.prefetch([0], np.array([[5, 5, NONE, 5, 70]], np.int32))
-    assert trace.counter("prefetched") == 2
+    assert trace.counter("prefetched_rows") == 2
 
 
 BODIES = [

@@ -237,7 +237,7 @@ class Trace:
         self.place(rows)
         self.face.module.prefetch(self.layer, self.tables, torch.from_numpy(positions).to(self.face.device))
         self._check_tables()
-        self.expected["prefetched"] = self.counter("prefetched")
+        self.expected["prefetched_rows"] = self.counter("prefetched_rows")
 
     def counter(self, name: str) -> int:
         return int(self.layer.counters[:, COUNTERS.index(name)].sum())
@@ -255,10 +255,10 @@ class Trace:
             on_host = (pages * BLOCK_TOKENS + asked % BLOCK_TOKENS)[pages > 0].unique()
             misses = int((self.layer.slot_of[on_host] < 0).sum())
             gpu_rows = int((pages == 0).sum())
-            self.expected["asked"] += len(asked)
+            self.expected["asked_rows"] += len(asked)
             self.expected["gpu_rows"] += gpu_rows
-            self.expected["misses"] += misses
-            self.expected["hot_hits"] += len(asked) - gpu_rows - misses
+            self.expected["missed_rows"] += misses
+            self.expected["hot_rows_hit"] += len(asked) - gpu_rows - misses
 
     def _check_bytes(self, rows: list[int], want: torch.Tensor, out: torch.Tensor) -> None:
         """Every index leads to the bytes of its position."""
@@ -287,7 +287,7 @@ class Trace:
 
     def _check_counters(self) -> None:
         have = dict(zip(COUNTERS, self.layer.counters.sum(0).tolist(), strict=True))
-        for name in ("asked", "gpu_rows", "hot_hits", "misses", "lost"):
+        for name in ("asked_rows", "gpu_rows", "hot_rows_hit", "missed_rows", "unplaced_rows"):
             assert have[name] == self.expected[name], name
 
 
@@ -305,5 +305,5 @@ def run(face: Face, size: Size, seed: int, steps: int, prefetch: bool = False) -
             trace.prefetch(rows, np.concatenate([trace.pick(s, 0.3, width) for s in rows]))
             trace.last = last
         trace.step(fresh=1.0 if step % 50 == 49 else 0.15)
-    assert trace.counter("misses") > 0
+    assert trace.counter("missed_rows") > 0
     return trace

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,7 +15,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from kvsieve_connector.kernels import swap_in_reference  # noqa: E402
 from tests.unit.swap_in_bodies import BODIES  # noqa: E402
-from tests.unit.swap_in_trace import Face, Size, Trace, run  # noqa: E402
+from tests.unit.swap_in_trace import Face, Size, Trace  # noqa: E402
 
 REFERENCE = Face(swap_in_reference, "cpu")
 
@@ -106,5 +107,22 @@ def test_bad_layers_are_named(trace: Trace, changes: dict[str, object], message:
 
 def test_a_hot_row_is_passed_over_once() -> None:
     """What was used since the hand last came by outlives what was not."""
-    trace = run(REFERENCE, Size(batch=1, slots=1, blocks=8, k=32, hot_blocks=2), seed=3, steps=10)
-    assert trace.counter("lost") == 0
+    trace = Trace(REFERENCE, Size(batch=1, slots=1, blocks=4, k=32, hot_blocks=1), seed=3)
+    trace.start(0, 4)
+    for b in range(4):
+        trace.lose(0, b)
+
+    def misses(first: int, count: int = 32) -> int:
+        """Of one call that asks for `count` positions from `first` on."""
+        before = trace.counter("missed_rows")
+        row = np.full((1, 32), -1, np.int32)
+        row[0, :count] = np.arange(first, first + count)
+        trace.swap_in([0], {0: row})
+        return trace.counter("missed_rows") - before
+
+    assert [misses(0), misses(32)] == [32, 32]
+    assert misses(64) == 32  # the hand goes round, takes every chance, and then slots of 0..31
+    assert misses(32, 16) == 0  # used since
+    assert misses(96, 16) == 16  # the hand passes over them once, and takes 48..63
+    assert misses(32, 16) == 0
+    assert misses(48, 16) == 16

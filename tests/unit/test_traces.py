@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,13 +11,14 @@ import numpy as np
 import pytest
 
 from bench.traces.capacity import requests_held
+from bench.traces.counts import Counts
 from bench.traces.hot_buffer import REPLACEMENTS, Belady, HotBuffer, Lru
 from bench.traces.measure import measure
 from bench.traces.simulate import Run, simulate
 from bench.traces.synthetic import Recipe, synthetic
 from bench.traces.trace import Trace
 from bench.traces.waits import Link, exposed_us
-from kvsieve_connector.sparse.prefetch import NAMES, make_policy
+from kvsieve_connector.sparse.prefetch import NAMES, Prefetch, make_policy
 
 SMALL = {"steps": 40, "layers": 4, "k": 64, "tokens": 1000}
 
@@ -146,7 +148,7 @@ def test_larger_hot_buffers_miss_less(trace: Trace) -> None:
 @pytest.mark.parametrize("hot_rows", [64, 96])
 def test_the_previous_steps_rows_are_hot_without_prefetch(trace: Trace, hot_rows: int) -> None:
     policy = make_policy("previous-step", trace.layers)
-    often = type(policy)("often", True, tuple(policy.before(i, empty=True) for i in range(trace.layers)))
+    often = replace(policy, steps=tuple((Prefetch("previous-step", i),) for i in range(trace.layers)))
     run = simulate(trace, often, hot_rows)
     assert same(run, simulate(trace, policy, hot_rows))
     assert run.counts().prefetched_rows == 0
@@ -170,6 +172,21 @@ def test_an_exact_prefetch_with_room_leaves_no_miss(trace: Trace) -> None:
 def test_hot_rows_must_hold_a_step(trace: Trace) -> None:
     with pytest.raises(ValueError, match="hot_rows is 63, must hold the 64 rows"):
         simulate(trace, make_policy("none", trace.layers), 63)
+
+
+def test_counts() -> None:
+    counts = Counts(
+        asked_rows=100,
+        gpu_rows=20,
+        hot_rows_hit=60,
+        missed_rows=20,
+        prefetched_rows=30,
+        prefetched_rows_used=12,
+    )
+    assert counts.hit_rate == 0.75
+    assert counts.prefetched_rows_wasted == 18
+    assert counts.swapped_in_bytes(656) == 50 * 656
+    assert Counts().hit_rate == 1
 
 
 # Waits
@@ -273,5 +290,5 @@ def test_the_swap_in_reference_does_the_same() -> None:
         )
         assert layer.tag[0].tolist() == buffer.tag.tolist()
     counted = dict(zip(COUNTERS, layer.counters[0].tolist(), strict=True))
-    assert (counted["misses"], counted["prefetched"]) == (misses, prefetched)
-    assert counted["lost"] == 0
+    assert (counted["missed_rows"], counted["prefetched_rows"]) == (misses, prefetched)
+    assert counted["unplaced_rows"] == 0

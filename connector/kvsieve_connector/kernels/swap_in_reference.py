@@ -49,15 +49,15 @@ def swap_in(
         rows = (pages * layer.cache.shape[1] + offset)[on_host]
         missing = buffer.use(rows.unique(), count=True)
         for row in missing:
-            buffer.count("lost", not buffer.fetch(row, 0))
+            buffer.count("unplaced_rows", not buffer.fetch(row, 0))
         slots = layer.slot_of[rows].to(torch.int32)
         out[mine][on_host] = torch.where(slots >= 0, buffer.index(slots, stride_rows), -1)
 
         asked, gpu_rows = int((topk[mine] >= 0).sum()), int(on_gpu.sum())
-        buffer.count("asked", asked)
+        buffer.count("asked_rows", asked)
         buffer.count("gpu_rows", gpu_rows)
-        buffer.count("hot_hits", asked - gpu_rows - len(missing))
-        buffer.count("misses", len(missing))
+        buffer.count("hot_rows_hit", asked - gpu_rows - len(missing))
+        buffer.count("missed_rows", len(missing))
         if counts is not None:
             counts[mine] = (topk[mine] >= 0).sum(1, dtype=torch.int32)
 
@@ -73,7 +73,7 @@ def prefetch(layer: LayerCache, tables: RequestTables, positions: torch.Tensor) 
         _, offset, pages = _places(layer, tables, s, positions[r])
         rows = (pages * layer.cache.shape[1] + offset)[pages > 0].unique()
         for row in buffer.use(rows, count=False):
-            buffer.count("prefetched", buffer.fetch(row, PREFETCHED))
+            buffer.count("prefetched_rows", buffer.fetch(row, PREFETCHED))
 
 
 def _places(
@@ -99,7 +99,7 @@ class _HotBuffer:
         slots = self.layer.slot_of[rows].long()
         present = slots[slots >= 0]
         if count:
-            self.count("prefetched_used", int((self.stamp[present] & PREFETCHED != 0).sum()))
+            self.count("prefetched_rows_used", int((self.stamp[present] & PREFETCHED != 0).sum()))
         self.stamp[present] = self.epoch
         return [int(row) for row in rows[slots < 0]]
 

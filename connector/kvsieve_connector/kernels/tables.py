@@ -8,7 +8,24 @@ from functools import lru_cache
 import torch
 
 ABSENT = -1
-COUNTERS = ("asked", "gpu_rows", "hot_hits", "misses", "prefetched", "prefetched_used", "lost", "wait_ns")
+COUNTERS = (
+    "asked_rows",
+    "gpu_rows",
+    "hot_rows_hit",
+    "missed_rows",
+    "prefetched_rows",
+    "prefetched_rows_used",
+    "unplaced_rows",
+    "swap_in_wait_ns",
+)
+"""What swap-ins count, in rows.
+
+asked_rows: top-k positions, gpu_rows + hot_rows_hit + missed_rows. gpu_rows: read from blocks of the pool.
+hot_rows_hit: in the hot buffer. missed_rows: fetched then. prefetched_rows: fetched ahead.
+prefetched_rows_used: of these, asked for by a swap-in before they were displaced, each counted once; they are
+among the hits. unplaced_rows: found no place in the hot buffer; stays 0. swap_in_wait_ns: nanoseconds that
+swap-ins waited for missing rows.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,8 +41,7 @@ class LayerCache:
         to -1.
     stamp: int32 [S, H], when a hot slot was last used.
     clock: int32 [S, 2], the hand and the time. clock and stamp start at 0, and only the kernels write them.
-    counters: int64 [S, 8], sums per table slot, in the order of COUNTERS. `lost` counts rows that found no
-        place: it stays 0.
+    counters: int64 [S, 8], sums per table slot, in the order of COUNTERS.
     """
 
     cache: torch.Tensor

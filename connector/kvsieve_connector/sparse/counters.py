@@ -4,39 +4,38 @@ from __future__ import annotations
 
 import torch
 
-NAMES = (
-    "asked_rows",
-    "gpu_rows",
-    "hot_rows_hit",
-    "missed_rows",
-    "prefetched_rows",
-    "prefetched_rows_used",
-    "lost_rows",
-    "swap_in_wait_ns",
-)
+from kvsieve_connector.kernels.tables import COUNTERS
+
 EVERY_STEPS = 64
 """Steps between two readings."""
 
 
 class CounterReader:
-    """counters: int64 [layers, slots, 8] on the device, ever growing; NAMES says which is which."""
+    """counters: int64 [layers, slots, 8] on the device, ever growing, in the order of COUNTERS."""
 
     def __init__(self, counters: torch.Tensor, row_bytes: int) -> None:
         self._counters, self._row_bytes = counters, row_bytes
         self._steps = 0
-        self._last = [0] * len(NAMES)
-        self._pinned = torch.zeros(len(NAMES), dtype=torch.int64, pin_memory=counters.device.type == "cuda")
+        self._last = [0] * len(COUNTERS)
+        self._pinned = torch.zeros(
+            len(COUNTERS), dtype=torch.int64, pin_memory=counters.device.type == "cuda"
+        )
         self._event = torch.cuda.Event() if counters.device.type == "cuda" else None
         self._pending = False
 
     def poll(self) -> dict[str, float]:
-        """What has been counted since the last reading; mostly nothing. Called once a step."""
+        """What has been counted since the last reading, by the names of stats.py; mostly nothing.
+
+        Called once a step.
+        """
         found: dict[str, float] = {}
         if self._pending and (self._event is None or self._event.query()):
             self._pending = False
             now = self._pinned.tolist()
-            found = {name: a - b for name, a, b in zip(NAMES, now, self._last, strict=True) if a != b}
+            found = {name: a - b for name, a, b in zip(COUNTERS, now, self._last, strict=True) if a != b}
             self._last = now
+            if waited := found.pop("swap_in_wait_ns", 0):
+                found["swap_in_wait_seconds"] = waited / 1e9
             fetched = found.get("missed_rows", 0) + found.get("prefetched_rows", 0)
             if fetched:
                 found["swapped_in_bytes"] = fetched * self._row_bytes

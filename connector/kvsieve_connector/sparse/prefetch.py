@@ -37,35 +37,25 @@ class Prefetch:
       "leader": that of the layer whose index this one uses, of this step; once that indexer has run. Exact.
     layer: the layer whose list it is.
     margin: positions on either side of each that are fetched too, as far as there are any.
-    budget: rows of one request that one prefetch fetches at most; None: as many as it may displace.
     """
 
     source: Source
     layer: int
     margin: int = 0
-    budget: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """What to prefetch, layer by layer.
 
-    warm_start: whether a hot buffer that starts empty (a request resumed, handed over, or host-backed only
-      now) is filled from the request's last top-k lists before the first step. They are stored with it.
+    warm_start: whether a request that was preempted gets back the rows that were hot when it left, before its
+      next step (warm.py).
     steps: for each layer, what to prefetch in every step.
     """
 
     name: str
     warm_start: bool
     steps: tuple[tuple[Prefetch, ...], ...]
-
-    def before(self, layer: int, *, empty: bool = False) -> tuple[Prefetch, ...]:
-        """What to make present before `layer`'s swap-in.
-
-        empty: whether the hot buffer has had no swap-in yet.
-        """
-        warm = (Prefetch("previous-step", layer),) if empty and self.warm_start else ()
-        return warm + self.steps[layer]
 
 
 def make_policy(
@@ -74,7 +64,6 @@ def make_policy(
     *,
     leaders: Sequence[int] | None = None,
     margin: int = 1,
-    budget: int | None = None,
 ) -> Policy:
     """The policy of that name for a model of `num_layers` layers.
 
@@ -87,7 +76,6 @@ def make_policy(
 
     leaders: for each layer the layer whose index it uses, itself if its own. None: every layer has its own.
     margin: positions, at least 1; only "previous-step+margin" uses it.
-    budget: rows of a request that one prefetch fetches at most, at least 1; None: no limit.
 
     Raises ValueError for a name that is not in NAMES, and for arguments that name no such policy.
     """
@@ -99,17 +87,15 @@ def make_policy(
         raise ValueError(f"num_layers is {num_layers}, must be at least 1")
     if margin < 1:
         raise ValueError(f"margin is {margin}, must be at least 1 position")
-    if budget is not None and budget < 1:
-        raise ValueError(f"budget is {budget}, must be at least 1 row")
     followed = _leaders(num_layers, leaders)
 
     def step(layer: int) -> tuple[Prefetch, ...]:
         if name == "previous-step+margin":
-            return (Prefetch("previous-step", layer, margin, budget),)
+            return (Prefetch("previous-step", layer, margin),)
         if name == "previous-layer" and layer > 0:
-            return (Prefetch("previous-layer", layer - 1, 0, budget),)
+            return (Prefetch("previous-layer", layer - 1),)
         if name == "index-share" and followed[layer] != layer:
-            return (Prefetch("leader", followed[layer], 0, budget),)
+            return (Prefetch("leader", followed[layer]),)
         return ()
 
     steps = tuple(step(layer) for layer in range(num_layers))
@@ -141,40 +127,3 @@ def _leaders(num_layers: int, leaders: Sequence[int] | None) -> Sequence[int]:
                 f"leaders[{layer}] is {leader}, must be {layer} or an earlier layer that has its own index"
             )
     return leaders
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What swap-ins did, in rows: the workers' counters (sparse/counters.py), and what is made of them.
-
-    asked_rows: top-k positions, gpu_rows + hot_rows_hit + missed_rows.
-    gpu_rows: read from blocks of the pool. hot_rows_hit: in the hot buffer. missed_rows: fetched then.
-    prefetched_rows: fetched ahead. prefetched_rows_used: of these, asked for by a swap-in before they were
-      displaced, each counted once; they are among the hits.
-    lost_rows: found no place in the hot buffer; must stay 0.
-    swap_in_wait_ns: exposed wait, nanoseconds that swap-ins waited for rows, missing or still on their way.
-    """
-
-    asked_rows: int = 0
-    gpu_rows: int = 0
-    hot_rows_hit: int = 0
-    missed_rows: int = 0
-    prefetched_rows: int = 0
-    prefetched_rows_used: int = 0
-    lost_rows: int = 0
-    swap_in_wait_ns: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the rows not in blocks of the pool that the hot buffer had; 1 if there were none."""
-        rows = self.hot_rows_hit + self.missed_rows
-        return self.hot_rows_hit / rows if rows else 1.0
-
-    @property
-    def prefetched_rows_wasted(self) -> int:
-        """Rows prefetched and not used; those that may be yet are among them."""
-        return self.prefetched_rows - self.prefetched_rows_used
-
-    def swapped_in_bytes(self, row_bytes: int) -> int:
-        """Bytes read from the arena, by swap-ins and prefetches."""
-        return (self.missed_rows + self.prefetched_rows) * row_bytes

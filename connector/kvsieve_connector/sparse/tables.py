@@ -1,7 +1,7 @@
 """The device's view of which blocks are read from the arena, and of each request's hot buffer.
 
 All decisions are the scheduler's; this keeps count of table slots and pages, and writes tables when they
-change: a few small copies a step at most, none in steady state. What the numbers mean: kernels/swap_in.py.
+change: a few small copies a step at most, none in steady state. What the numbers mean: kernels/tables.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvsieve_connector.kernels.swap_in import RequestTables
+from kvsieve_connector.kernels.tables import COUNTERS, RequestTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class HostTables:
         self.tag = table(-1, sizes.layers, sizes.slots, hot_rows)
         self.stamp = table(0, sizes.layers, sizes.slots, hot_rows)
         self.clock = table(0, sizes.layers, sizes.slots, 2)
-        self.counters = table(0, sizes.layers, sizes.slots, 8, dtype=torch.int64)
+        self.counters = table(0, sizes.layers, sizes.slots, len(COUNTERS), dtype=torch.int64)
         self._places: dict[str, _Place] = {}
         self._free_slots = list(range(sizes.slots - 1, -1, -1))
         self._free_pages = list(range(sizes.pages - 1, 0, -1))
@@ -80,9 +80,6 @@ class HostTables:
         self._added: list[tuple[int, int, int, int]] = []
         self._rows: list[int] = []
         self._rows_on_device: list[int] | None = None
-
-    def __contains__(self, req_id: str) -> bool:
-        return req_id in self._places
 
     def slot(self, req_id: str) -> int:
         """The request's table slot; -1 for one that is not host-backed."""
