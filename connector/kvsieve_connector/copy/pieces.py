@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import torch
 from vllm import _custom_ops as ops
+from vllm.logger import init_logger
+
+logger = init_logger("vllm.kvsieve")
 
 KERNEL_BYTES = 512 << 10
 """Pieces of at most so many bytes are copied by the kernel: pieces of 41 KiB go at 50 GB/s, by DMA at 13
@@ -46,11 +50,18 @@ Way = Callable[[Pieces, torch.device], None]
 """Launches the copies on the current stream of the device. Pieces are one or more."""
 
 
-def way_of(largest: int, alignment: int, kernel_bytes: int = KERNEL_BYTES) -> Way:
+def way_of(largest: int, alignment: int) -> Way:
     """How to copy pieces of at most `largest` bytes; `alignment` divides their addresses and sizes."""
-    if largest <= kernel_bytes and alignment % _KERNEL_ALIGN == 0:
-        return by_kernel
-    return by_dma
+    if largest > KERNEL_BYTES or alignment % _KERNEL_ALIGN:
+        return by_dma
+    if find_spec("cupy") is None:
+        logger.warning(
+            "kvsieve: CuPy is not installed, so pieces of %d bytes are copied by DMA, which is slower: "
+            "pip install 'kvsieve[gpu]'",
+            largest,
+        )
+        return by_dma
+    return by_kernel
 
 
 def by_dma(pieces: Pieces, device: torch.device) -> None:
