@@ -146,10 +146,10 @@ def fetch(module: ModuleType, device: str, pages: int, page_bytes: int, n_blocks
     host = _host(device, source)
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(6))
     addresses = torch.tensor([host[int(i), 32:].data_ptr() for i in order], dtype=torch.int64, device=device)
-    staging = _bytes(device, 7, pages + 2, page_bytes + 64)
+    staging = _bytes(device, 7, pages + 2, page_bytes)
     want = staging.clone()
-    want[:pages, :page_bytes] = source[order.to(device), 32 : 32 + page_bytes]
-    module.fetch_pages(staging, addresses, n_blocks, page_bytes=page_bytes)
+    want[:pages] = source[order.to(device), 32 : 32 + page_bytes]
+    module.fetch_pages(staging, addresses, n_blocks)
     assert torch.equal(staging, want)
 
 

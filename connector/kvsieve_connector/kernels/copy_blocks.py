@@ -13,26 +13,25 @@ __all__ = ["copy_pieces"]
 THREADS, UNROLL, BLOCKS = 512, 4, 16
 
 
-def copy_pieces(src: torch.Tensor, dst: torch.Tensor, bytes: torch.Tensor, *, n_blocks: int = BLOCKS) -> None:
+def copy_pieces(src: torch.Tensor, dst: torch.Tensor, bytes: torch.Tensor) -> None:
     """Copy bytes[i] bytes from address src[i] to address dst[i].
 
     src, dst: int64 [n], bytes: int32 [n], on the device. Addresses are of the GPU or of mapped, pinned host
-    memory; addresses and sizes are multiples of 16; no piece overlaps another's destination. n_blocks: thread
-    blocks to use. One launch on the current stream, no host synchronisation.
+    memory; addresses and sizes are multiples of 16; no piece overlaps another's destination. One launch on
+    the current stream, no host synchronisation.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    check_copy(src, dst, bytes, n_blocks)
+    check_copy(src, dst, bytes)
     require(src.is_cuda, f"the kernel needs CUDA tensors, got {src.device}")
     if src.shape[0] == 0:
         return
     function = load("copy_blocks", THREADS=THREADS, UNROLL=UNROLL)
-    launch(function, (n_blocks,), THREADS, (src, dst, bytes, np.int32(src.shape[0])))
+    launch(function, (BLOCKS,), THREADS, (src, dst, bytes, np.int32(src.shape[0])))
 
 
-def check_copy(src: torch.Tensor, dst: torch.Tensor, bytes: torch.Tensor, n_blocks: int) -> None:
+def check_copy(src: torch.Tensor, dst: torch.Tensor, bytes: torch.Tensor) -> None:
     """Raise ValueError where the arguments of copy_pieces do not fit."""
     require_tensor("src", src, torch.int64, (None,))
     require_tensor("dst", dst, torch.int64, (src.shape[0],))
     require_tensor("bytes", bytes, torch.int32, (src.shape[0],))
-    require(n_blocks >= 1, f"n_blocks must be >= 1, got {n_blocks}")
     require_device(src.device, dst=dst, bytes=bytes)

@@ -11,10 +11,8 @@ from .fetch_pages import check_fetch
 __all__ = ["fetch_pages"]
 
 
-def fetch_pages(
-    staging: torch.Tensor, addresses: torch.Tensor, n_blocks: int, *, page_bytes: int | None = None
-) -> None:
+def fetch_pages(staging: torch.Tensor, addresses: torch.Tensor, n_blocks: int) -> None:
     """As fetch_pages.fetch_pages."""
-    size = check_fetch(staging, addresses, n_blocks, page_bytes)
+    check_fetch(staging, addresses, n_blocks)
     for i, address in enumerate(addresses.tolist()):
-        ctypes.memmove(staging[i].data_ptr(), address, size)
+        ctypes.memmove(staging[i].data_ptr(), address, staging.shape[1])

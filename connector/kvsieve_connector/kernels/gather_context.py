@@ -32,8 +32,6 @@ def gather_context(
     lengths: torch.Tensor,
     staged: torch.Tensor | None = None,
     staging: torch.Tensor | None = None,
-    *,
-    blocks: int = BLOCKS,
 ) -> None:
     """Write token j of request i to dst[starts[i] + j].
 
@@ -44,7 +42,7 @@ def gather_context(
     dst: bf16 [N, 576]. block_table: int32 [n, B'], with any stride between rows. slots: int32 [n], table slot
     of a request, -1: all of it is on the GPU. starts, lengths: int32 [n], rows of dst, and tokens. staged:
     int32 [n, B''] and staging: uint8 [P, bytes], bytes >= block_tokens * row_bytes; both or neither.
-    blocks: thread blocks of the launch, shared by the requests. One launch, no host synchronisation.
+    One launch, no host synchronisation.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
     check_gather(dst, layer, tables, block_table, slots, starts, lengths, staged, staging)
@@ -78,7 +76,7 @@ def gather_context(
         staging,
         np.int64(0 if staging is None else staging.shape[1]),
     )
-    launch(function, (max(1, blocks // requests), requests), THREADS, args)
+    launch(function, (max(1, BLOCKS // requests), requests), THREADS, args)
 
 
 def check_gather(
