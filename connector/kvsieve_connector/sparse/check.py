@@ -16,35 +16,31 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-class SparseModeError(ValueError):
-    """Sparse mode can't run here; the message says why and what to change."""
-
-
 def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Checks what both halves know. Raises SparseModeError."""
+    """Checks what both halves know. Raises ValueError, which says what to change."""
     if not getattr(vllm_config, "use_v2_model_runner", False):
-        raise SparseModeError(
+        raise ValueError(
             "kvsieve: sparse mode needs vLLM's V2 model runner (vllm >= 0.33 on CUDA); unset "
             "VLLM_USE_V2_MODEL_RUNNER, and serve without the features that it lacks"
         )
     if getattr(vllm_config.parallel_config, "use_ubatching", False):
-        raise SparseModeError(
+        raise ValueError(
             "kvsieve: sparse mode does not support dual batch overlap; serve without --enable-dbo"
         )
     layout = str(kv_cache_config.kv_cache_layout)
     if "BLHNC" not in layout:
-        raise SparseModeError(
+        raise ValueError(
             f"kvsieve: sparse mode needs the KV cache layout BLHNC, this engine has {layout}; unset "
             "VLLM_KV_CACHE_LAYOUT"
         )
     main, others = _split(kv_cache_config)
     if not main:
-        raise SparseModeError(
+        raise ValueError(
             "kvsieve: no layer is host-backed: sparse mode is for DSA models (DeepSeek-V3.2, GLM-5.x) on the "
             "backends FLASHMLA_SPARSE, FLASH_ATTN_MLA_SPARSE and FLASHINFER_MLA_SPARSE"
         )
     if len(others) != 1:
-        raise SparseModeError(
+        raise ValueError(
             "kvsieve: sparse mode expects one KV group beside those of host-backed layers, the indexer's; "
             f"this model has {len(others)}"
         )
@@ -55,21 +51,24 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
         if ".indexer." not in name and getattr(getattr(spec, "cache_role", None), "name", "") != "INDEXER"
     ]
     if strangers:
-        raise SparseModeError(
+        raise ValueError(
             f"kvsieve: layers {', '.join(strangers[:4])} are not host-backed; their backend is not one that "
             "sparse mode knows (FLASHMLA_SPARSE, FLASH_ATTN_MLA_SPARSE, FLASHINFER_MLA_SPARSE)"
         )
 
 
 def check_layers(vllm_config: VllmConfig, names: list[str]) -> None:
-    """Checks, in a worker, that host-backed layers run our attention. Raises SparseModeError."""
+    """Checks, in a worker, that host-backed layers run our attention.
+
+    Raises ValueError, which says what to change.
+    """
     from kvsieve_connector.sparse.attention import HostBackedAttention
 
     layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
     for name in names:
         impl = getattr(layers.get(name), "impl", None)
         if not isinstance(impl, HostBackedAttention):
-            raise SparseModeError(
+            raise ValueError(
                 f"kvsieve: layer {name} runs {type(impl).__name__}, which knows nothing of the arena; is the "
                 "plug-in 'kvsieve' loaded in every process (VLLM_PLUGINS)?"
             )
@@ -82,7 +81,7 @@ def _split(kv_cache_config: KVCacheConfig) -> tuple[list[int], list[int]]:
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         backed = [isinstance(spec, HostBackedMLASpec) for _, spec in layer_specs(group)]
         if any(backed) and not all(backed):
-            raise SparseModeError(
+            raise ValueError(
                 f"kvsieve: KV group {index} mixes host-backed layers with others; this vLLM groups layers "
                 "otherwise than 0.33"
             )
