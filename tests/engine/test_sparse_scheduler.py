@@ -216,6 +216,33 @@ def test_requests_read_the_arena_of_a_lost_session_until_they_end() -> None:
     engine.check_empty()
 
 
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_nothing_is_read_from_an_arena_that_the_workers_do_not_reach_yet(overlap: int) -> None:
+    """They pin it in the background, and say so after the step that tells them of it."""
+    engine = scene(overlap=overlap)
+    engine.submit(new_request("a", [*tokens_of(1, 640), 1], 4))
+    engine.run()
+    engine.client.lose()
+    engine.step()
+    engine.client.attach(engine.client.store)
+    engine.arenas[2] = engine.client.store.arena
+    engine.submit(new_request("b", [*tokens_of(1, 640), 2], 4))
+    engine.client.tick()
+    before = len(engine.orders)
+    while not engine.done.count("b"):
+        engine.step()
+        if engine.orders[-1].attachment is not None:
+            engine.in_flight[-1].report.unready[2] = 1
+        assert engine.steps < 100
+    assert told(engine.orders[before:]) == []
+    assert not any(o.loads for o in engine.orders[before:])
+    engine.in_flight[-1].report.unready[2] = -1
+    engine.run()
+    engine.submit(new_request("c", [*tokens_of(1, 640), 3], 4))
+    engine.run()
+    assert told(engine.orders[before:]) == [("c", index) for index in range(10)]
+
+
 # With a real store
 
 

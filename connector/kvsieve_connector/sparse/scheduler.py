@@ -71,6 +71,8 @@ class SparseScheduler(SchedulerHalf):
         self._busy: dict[int, int] = {}
         """Sessions of the past: epoch -> step from which on no step in flight reads its arena."""
         self._too_small: Attachment | None = None
+        self._reports_from = 0
+        """From the step after this one on, reports of the workers on the attachment sent last are in."""
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
         """Raises ValueError when vLLM has planned the cache otherwise than sparse mode needs it."""
@@ -107,9 +109,12 @@ class SparseScheduler(SchedulerHalf):
                 self.stats.add(match_timeouts=1)
                 self._drop_match(state)
             elif (match := self._match_result(state)) is not None:
-                if match.epoch != self._sent_epoch:
-                    return None, False  # the workers are told of the session first
-                have = len(match.refs)
+                if match.epoch != self._sent_epoch or self._step < self._reports_from:
+                    return None, False  # the workers are told of the session, and say whether they reach it
+                if self._unready:
+                    self._unask(state)
+                else:
+                    have = len(match.refs)
         if have < local:
             if not self._will_match(state, range(have, local)):
                 self._evict(request, range(have, local))
@@ -223,6 +228,8 @@ class SparseScheduler(SchedulerHalf):
     def build_orders(self, output: SchedulerOutput) -> StepOrders:
         self._step += 1
         orders = super().build_orders(output)
+        if orders.attachment is not None:
+            self._reports_from = self._step + self._overlap - 1
         orders.host_ended, self._ended = self._ended, []
         self._tell_of_hosts(orders)
         orders.forget_epochs = self._unread_epochs()
