@@ -61,8 +61,9 @@ class PrefillGroup:
 class HostLayer:
     """One main layer: its cache, and what is kept of it in the arena."""
 
-    def __init__(self, name: str, order: int, cache: LayerCache, runtime: SparseRuntime) -> None:
-        self.name, self.order, self.cache, self.runtime = name, order, cache, runtime
+    def __init__(self, order: int, cache: LayerCache, runtime: SparseRuntime) -> None:
+        """order: of the layer's run among the main layers, from 0."""
+        self.order, self.cache, self.runtime = order, cache, runtime
 
     def swap_in(
         self, topk: torch.Tensor, block_table: torch.Tensor, stride_rows: int
@@ -132,7 +133,7 @@ class SparseRuntime:
         self.plan, self.tables, self.kernels = plan, tables, kernels
         self.workspace_rows = workspace_rows
         self.layers = {
-            name: HostLayer(name, order, cache, self) for order, (name, cache) in enumerate(caches.items())
+            name: HostLayer(order, cache, self) for order, (name, cache) in enumerate(caches.items())
         }
         device = next(iter(caches.values())).cache.device
         self._device = device
