@@ -29,7 +29,7 @@ def test_nothing_is_on_the_device_before_flush(tables: HostTables) -> None:
     assert tables.requests.row_slot.tolist() == [-1] * 4
     tables.flush()
     slot = tables.slot("a")
-    assert tables.requests.row_slot.tolist() == [-1, slot, -1, -1]
+    assert tables.requests.row_slot.tolist() == [SIZES.slots, slot, -1, -1]
     pages = tables.requests.page[slot]
     assert [int(pages[i] > 0) for i in range(8)] == [1, 0, 0, 1, 0, 0, 0, 0]
     assert tables.requests.page_addr[pages[[0, 3]].long()].tolist() == [4096, 8192]

@@ -35,16 +35,16 @@ class Prefetcher:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._after: dict[int, list[int]] = {}
         """Layers to prefetch for once a layer is done, with that layer's own list."""
-        self._margins: dict[int, tuple[int, int]] = {}
-        """Once a layer is done: the layer to prefetch for with its own last list, and the margin."""
+        self._margins: dict[int, list[tuple[int, int]]] = {}
+        """Once a layer is done: the layers to prefetch for with their own last list, and the margins."""
         for layer, prefetches in enumerate(policy.steps):
             for prefetch in prefetches:
                 if prefetch.source == "previous-step":
-                    self._margins[max(layer - 1, 0)] = (layer, prefetch.margin)
+                    self._margins.setdefault(max(layer - 1, 0), []).append((layer, prefetch.margin))
                 else:
                     self._after.setdefault(prefetch.layer, []).append(layer)
-        slots = tables.sizes.slots + 1  # the last one is nobody's
-        with_last = [layer for layer, _ in self._margins.values()]
+        slots = tables.sizes.slots + 1  # the last one is of requests that have none
+        with_last = [layer for margins in self._margins.values() for layer, _ in margins]
         self._last = {
             layer: torch.full((slots, topk), -1, dtype=torch.int32, device=self._device)
             for layer in with_last
@@ -67,8 +67,8 @@ class Prefetcher:
         with self._beside():
             for target in self._after.get(layer, ()):
                 self._kernels.prefetch(self._caches[target], self._tables.requests, lists)
-            if layer in self._margins:
-                self._fetch_margin(*self._margins[layer], requests)
+            for target, margin in self._margins.get(layer, ()):
+                self._fetch_margin(target, margin, requests)
 
     def _remember(self, layer: int, lists: torch.Tensor) -> None:
         """Keeps the newest query's list of each request."""
@@ -86,7 +86,7 @@ class Prefetcher:
                 self._kernels.prefetch(self._caches[layer], self._tables.requests, lists)
 
     def _slots(self, requests: int) -> torch.Tensor:
-        """Table slot of each batch row, the last one for a row that has none."""
+        """Table slot of each batch row, the last one for padding, too."""
         slots = self._tables.requests.row_slot[:requests].long()
         return torch.where(slots < 0, self._tables.sizes.slots, slots)
 

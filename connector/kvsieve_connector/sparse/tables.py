@@ -33,8 +33,9 @@ class TableSizes:
     def bytes(self) -> int:
         """Device memory of the tables."""
         hot_rows = self.hot_blocks * self.block_tokens
-        per_layer = 2 * self.pages * self.block_tokens + 8 * self.slots * (hot_rows + 1)
-        return self.layers * per_layer + 4 * self.slots * self.blocks + 8 * self.pages
+        slots = self.slots + 1
+        per_layer = 2 * self.pages * self.block_tokens + 8 * slots * (hot_rows + 1)
+        return self.layers * per_layer + 4 * slots * self.blocks + 8 * self.pages
 
 
 @dataclass(slots=True)
@@ -60,18 +61,20 @@ class HostTables:
         def table(value: int, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
 
-        # Page 0 stands for "on the GPU".
+        # Page 0 stands for "on the GPU". The last slot has no pages: it is that of all requests of a batch
+        # that are not host-backed.
+        slots = sizes.slots + 1
         self.requests = RequestTables(
             row_slot=table(-1, sizes.rows),
-            page=table(0, sizes.slots, sizes.blocks),
+            page=table(0, slots, sizes.blocks),
             page_addr=table(0, sizes.pages, dtype=torch.int64),
-            hot_blocks=table(0, sizes.groups, sizes.slots, sizes.hot_blocks),
+            hot_blocks=table(0, sizes.groups, slots, sizes.hot_blocks),
         )
         self.slot_of = table(-1, sizes.layers, sizes.pages * sizes.block_tokens, dtype=torch.int16)
-        self.tag = table(-1, sizes.layers, sizes.slots, hot_rows)
-        self.stamp = table(0, sizes.layers, sizes.slots, hot_rows)
-        self.clock = table(0, sizes.layers, sizes.slots, 2)
-        self.counters = table(0, sizes.layers, sizes.slots, len(COUNTERS), dtype=torch.int64)
+        self.tag = table(-1, sizes.layers, slots, hot_rows)
+        self.stamp = table(0, sizes.layers, slots, hot_rows)
+        self.clock = table(0, sizes.layers, slots, 2)
+        self.counters = table(0, sizes.layers, slots, len(COUNTERS), dtype=torch.int64)
         self._places: dict[str, _Place] = {}
         self._free_slots = list(range(sizes.slots - 1, -1, -1))
         self._free_pages = list(range(sizes.pages - 1, 0, -1))
@@ -133,7 +136,8 @@ class HostTables:
 
     def set_rows(self, req_ids: Sequence[str]) -> None:
         """req_ids: the batch of the next forward, in row order."""
-        self._rows = [self.slot(req_id) for req_id in req_ids]
+        slots = [self.slot(req_id) for req_id in req_ids]
+        self._rows = [slot if slot >= 0 else self.sizes.slots for slot in slots]
 
     def clear_rows(self) -> None:
         """Graphs that are replayed from now on, without a batch, touch no request's tables."""
