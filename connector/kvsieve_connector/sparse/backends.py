@@ -30,7 +30,7 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from kvsieve_connector.sparse.attention import HostCommonSparseMLA, HostFlashMLA
 from kvsieve_connector.sparse.plan import SparsePlan, sparse_wanted
-from kvsieve_connector.sparse.runtime import LATENT_WIDTH
+from kvsieve_connector.sparse.runtime import LATENT_WIDTH, workspace_rows
 from kvsieve_connector.sparse.spec import to_host_backed
 
 _config: VllmConfig | None = None
@@ -45,11 +45,6 @@ def _sparse() -> bool:
     if config is not None and config.model_config is not None:
         _config = config
     return _config is not None and sparse_wanted(_config)
-
-
-def workspace_rows(vllm_config: Any) -> int:
-    """Rows of the workspace for gathered contexts: the longest context fits."""
-    return -(-int(vllm_config.model_config.max_model_len) // 64) * 64
 
 
 class _HostBackend:

@@ -20,6 +20,8 @@ from kvsieve_connector.sparse.tables import HostTables
 from kvsieve_connector.sparse.warm import WarmStarts
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from kvsieve_connector.sparse.kernel_set import KernelSet
     from kvsieve_connector.sparse.plan import SparsePlan
 
@@ -222,6 +224,11 @@ class SparseRuntime:
             sum(lengths),
             self.staging.contexts([row.req_id for row in members]),
         )
+
+
+def workspace_rows(vllm_config: VllmConfig) -> int:
+    """Rows of the workspace for gathered contexts: the longest context fits."""
+    return -(-int(vllm_config.model_config.max_model_len) // 64) * 64
 
 
 _current: SparseRuntime | None = None

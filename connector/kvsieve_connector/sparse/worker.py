@@ -17,13 +17,12 @@ from kvsieve_connector.kernels.swap_in import LayerCache
 from kvsieve_connector.metadata import StepOrders
 from kvsieve_connector.settings import ConnectorSettings
 from kvsieve_connector.sparse import runtime as runtimes
-from kvsieve_connector.sparse.backends import workspace_rows
 from kvsieve_connector.sparse.check import check_layers
 from kvsieve_connector.sparse.counters import CounterReader
 from kvsieve_connector.sparse.kernel_set import kernel_set
 from kvsieve_connector.sparse.plan import SparsePlan
 from kvsieve_connector.sparse.prefetch import Policy, default_name, make_policy
-from kvsieve_connector.sparse.runtime import BatchRow, SparseRuntime
+from kvsieve_connector.sparse.runtime import BatchRow, SparseRuntime, workspace_rows
 from kvsieve_connector.sparse.spec import main_groups
 from kvsieve_connector.sparse.tables import HostTables, TableSizes
 from kvsieve_connector.worker import WorkerHalf
