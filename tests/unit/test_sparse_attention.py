@@ -17,6 +17,7 @@ from vllm import _custom_ops  # noqa: E402
 from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager  # noqa: E402
 
 from kvsieve_connector.sparse import runtime as runtimes  # noqa: E402
+from kvsieve_connector.sparse import warm  # noqa: E402
 from kvsieve_connector.sparse.kernel_set import KernelSet  # noqa: E402
 from tests.unit.sparse_attention_scene import GARBAGE, LAYERS, LEADERS, Scene  # noqa: E402
 
@@ -351,15 +352,39 @@ def test_a_resumed_request_gets_back_the_rows_that_were_hot(face: str) -> None:
     assert scene.counts()["missed_rows"] == misses
 
 
+def test_a_large_hot_buffer_is_warmed_up_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launch can look up is bounded by shared memory, not by the size of hot buffers."""
+    widths: list[int] = []
+
+    def watched(kernels: KernelSet) -> KernelSet:
+        def prefetch(layer: Any, tables: Any, positions: Any) -> None:
+            widths.append(positions.shape[1])
+            kernels.prefetch(layer, tables, positions)
+
+        return replace(kernels, prefetch=prefetch)
+
+    monkeypatch.setattr(warm, "MOST_POSITIONS", 5)
+    scene = Scene(policy="previous-step", hot_blocks=4, kernels=watched)
+    decoding(scene, "a", blocks=6, lost=6)
+    for _ in range(8):
+        scene.step(["a"])
+    hot = [scene.hot_positions("a", layer) for layer in range(LAYERS)]
+    assert max(map(len, hot)) > 5
+    scene.preempt("a")
+    scene.resume("a")
+    scene.step(prefills={"a": 1})
+    assert widths == [4] * 4 * LAYERS
+    assert [scene.hot_positions("a", layer) for layer in range(LAYERS)] == hot
+
+
 def test_a_request_that_has_finished_is_not_warmed_up() -> None:
     scene = Scene(policy="previous-step")
     decoding(scene, "a", blocks=5, lost=5)
     for _ in range(3):
         scene.step(["a"])
     scene.preempt("a")
-    warm = scene.runtime.warm
-    assert warm is not None
-    warm.forget(["a"])
+    assert scene.runtime.warm is not None
+    scene.runtime.warm.forget(["a"])
     scene.resume("a")
     scene.step(prefills={"a": 1})
     assert scene.counts()["prefetched_rows"] == 0

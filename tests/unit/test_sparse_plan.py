@@ -51,6 +51,19 @@ def test_speculative_tokens_need_rows_of_their_own() -> None:
         plan({"kvsieve.hot_rows": 3072}, speculative=1)
 
 
+def test_a_step_asks_for_no_more_rows_than_the_swap_in_has_shared_memory_for() -> None:
+    assert plan(speculative=6).query_tokens == 7
+    with pytest.raises(ValueError, match=r"num_speculative_tokens=7 .* 16384 rows .* allows 15000"):
+        plan(speculative=7)
+
+
+def test_steps_of_unequal_tokens_are_refused() -> None:
+    config = engine(speculative=1)
+    config.speculative_config = SimpleNamespace(enable_adaptive_verification=True)
+    with pytest.raises(ValueError, match="enable_adaptive_verification"):
+        SparsePlan.of_config(config)
+
+
 def test_hot_rows_are_whole_blocks() -> None:
     assert plan({"kvsieve.hot_rows": 2049}).hot_blocks == 33
     assert plan({"kvsieve.hot_rows": 32704}).hot_blocks == 511

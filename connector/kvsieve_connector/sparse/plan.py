@@ -18,6 +18,10 @@ MAX_HOT_ROWS = 32_704
 PACKED_ROW_BYTES = 656
 """Of vLLM's fp8_ds_mla: 512 e4m3, four float32 scales, 64 bfloat16."""
 
+MAX_STEP_ROWS = 15_000
+"""Rows that one request may ask for in a step: an eighth of their list must fit the static shared memory of a
+multiprocessor (swap_in.cu: 24 bytes a row of 48 KiB, less the hot blocks' ids)."""
+
 LOADING = 8
 """Requests beyond max_num_seqs that may be host-backed: vLLM does not count those that load as running."""
 
@@ -75,6 +79,17 @@ class SparsePlan:
         block = int(vllm_config.cache_config.block_size)
         query_tokens = 1 + vllm_config.num_speculative_tokens
         least = topk * query_tokens
+        if least > MAX_STEP_ROWS:
+            raise ValueError(
+                f"kvsieve: num_speculative_tokens={query_tokens - 1} with index_topk {topk} makes {least} "
+                f"rows of a request in one step, sparse mode allows {MAX_STEP_ROWS}"
+            )
+        speculative = getattr(vllm_config, "speculative_config", None)
+        if getattr(speculative, "enable_adaptive_verification", False):
+            raise ValueError(
+                "kvsieve: sparse mode does not support enable_adaptive_verification: it needs as many tokens "
+                "of each request in a step"
+            )
         rows = settings.hot_rows if settings.hot_rows is not None else least + least // 2
         hot_blocks = -(-rows // block)
         if not least <= hot_blocks * block <= MAX_HOT_ROWS:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 MOST = 64
 """Requests remembered; the oldest is forgotten first."""
 
+MOST_POSITIONS = 8192
+"""Positions of one launch: an eighth of them must fit a block's static shared memory (swap_in.cu)."""
+
 
 class WarmStarts:
     """What the hot buffers of ended requests held, as positions: int32 [layers, H] each, on the device."""
@@ -64,6 +67,17 @@ class WarmStarts:
                 self._tables.requests,
                 row_slot=torch.tensor([slot], dtype=torch.int32).to(rows.device, non_blocking=True),
             )
-            for cache, positions in zip(self._caches, rows, strict=True):
-                self._kernels.prefetch(cache, alone, positions.unsqueeze(0))
+            for cache, parts in zip(self._caches, _parts(rows), strict=True):
+                for positions in parts:
+                    self._kernels.prefetch(cache, alone, positions.unsqueeze(0))
         self._waiting.clear()
+
+
+def _parts(rows: torch.Tensor) -> torch.Tensor:
+    """int32 [layers, H] in parts of one size, the last one filled up with -1: [layers, parts, positions]."""
+    layers, positions = rows.shape
+    parts = -(-positions // MOST_POSITIONS)
+    size = -(-positions // parts)
+    if parts * size > positions:
+        rows = torch.cat((rows, rows.new_full((layers, parts * size - positions), -1)), 1)
+    return rows.view(layers, parts, size)
