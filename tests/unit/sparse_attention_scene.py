@@ -91,12 +91,12 @@ class Scene:
         )
         runtimes.use(self.runtime)
         self._topk = torch.full((1024, topk), -1, dtype=torch.int32)
-        self.impls: list[Any] = [
-            Common(self._topk)
-            if face == "common"
-            else (PackedFlashMLA if packed else FlashMLA)(self._topk, workspace_rows)
-            for _ in range(LAYERS)
-        ]
+        self.impls: list[Any] = []
+        for layer, leader in enumerate(LEADERS):
+            if face == "common":
+                self.impls.append(Common(self._topk, None if leader == layer else self.impls[leader]))
+            else:
+                self.impls.append((PackedFlashMLA if packed else FlashMLA)(self._topk, workspace_rows))
         self.live: dict[str, Live] = {}
         self._of_leader: dict[tuple[str, int, int], list[int]] = {}
         """(request, layer, position) -> list of that query."""

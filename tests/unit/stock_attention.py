@@ -56,15 +56,21 @@ class StockCommon:
 
     group_conversion_decode_only = True
 
-    def __init__(self, topk: torch.Tensor) -> None:
+    def __init__(self, topk: torch.Tensor, leader: StockCommon | None = None) -> None:
+        """leader: the layer whose list this one uses, if not its own."""
         self.topk_indices_buffer, self.num_heads, self.kv_cache_dtype = topk, HEADS, "auto"
+        self.leader = leader
+        self.converted: Any = None
         self.stock_conversions = 0
 
     def _convert_logical_to_physical_topk(
         self, topk: torch.Tensor, md: Any, *, block_stride_rows: int | None, return_valid_counts: bool
     ) -> Any:
+        """Once for all layers that share a list, by the leader's block table."""
         self.stock_conversions += 1
-        rows, counts = convert(md, topk, block_stride_rows or md.block_size)
+        if self.leader is None:
+            self.converted = convert(md, topk, block_stride_rows or md.block_size)
+        rows, counts = (self.leader or self).converted
         return (rows, counts) if return_valid_counts else rows
 
     def forward_mqa(self, q: Any, cache: torch.Tensor, md: Any, layer: Any) -> tuple[torch.Tensor, None]:
@@ -72,6 +78,7 @@ class StockCommon:
         topk, stride = self.topk_indices_buffer[:tokens], flat(cache, md.block_size)[1]
         is_decode = md.num_decode_tokens >= tokens
         if self.group_conversion_decode_only:
+            self.stock_conversions += 1
             rows, counts = convert(md, topk, stride)
         else:
             rows, counts = self._convert_logical_to_physical_topk(

@@ -185,7 +185,14 @@ class HostFlashMLA(HostBackedAttention):
 class HostCommonSparseMLA(HostBackedAttention):
     """Backends whose kernel is behind SparseMLACommonImpl._forward_mqa_kernel: FlashAttention, FlashInfer."""
 
-    group_conversion_decode_only = False  # decode goes through _convert_logical_to_physical_topk
+    @property
+    def group_conversion_decode_only(self) -> bool:
+        """False: rows come from _convert_logical_to_physical_topk, so from the swap-in.
+
+        Elsewhere each layer converts by its own block table: stock shares what the leader of an index has
+        converted, but here layers that share an index may be in different KV groups.
+        """
+        return self._layer is None
 
     def _stride_rows(self, cache: torch.Tensor, md: Any) -> int:
         from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
