@@ -19,7 +19,8 @@ from bench.gpu.table import tell
 from kvsieve_store.bench.report import Goal, Report
 
 LAYERS = 61
-CHUNK = 2048
+CHUNKS = (512, 2048)
+"""max_num_batched_tokens: what is in flight counts against each request, in vLLM's number most of all."""
 _AT_LEAST = 30
 
 
@@ -29,17 +30,18 @@ def measure(
     """hot_rows: None: the default."""
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(Path(folder), LAYERS, weights=False)
-        rows = [_row("stock", path, None, tokens, cache_gib)]
-        for count in hot_rows:
-            own = {"mode": "sparse"} | ({"hot_rows": count} if count else {})
-            rows.append(_row("kvsieve", path, own, tokens, cache_gib))
+        rows = []
+        for chunk in CHUNKS:
+            rows.append(_row("stock", path, None, tokens, cache_gib, chunk))
+            for count in hot_rows:
+                own = {"mode": "sparse"} | ({"hot_rows": count} if count else {})
+                rows.append(_row("kvsieve", path, own, tokens, cache_gib, chunk))
     import vllm
 
     parameters = {
         "layers": LAYERS,
         "tokens": tokens,
         "cache_gib": cache_gib,
-        "chunk": CHUNK,
         "vllm": vllm.__version__,
     }
     goal = Goal(f"requests of {tokens:,} tokens in {cache_gib:g} GiB", rows[1]["requests"], _AT_LEAST, "")
@@ -47,7 +49,7 @@ def measure(
 
 
 def _row(
-    engine: str, path: Path, own: dict[str, Any] | None, tokens: int, cache_gib: float
+    engine: str, path: Path, own: dict[str, Any] | None, tokens: int, cache_gib: float, chunk: int
 ) -> dict[str, Any]:
     from vllm.v1.core.kv_cache_planning import (
         _pool_bytes_per_block,
@@ -56,13 +58,14 @@ def _row(
     )
     from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_capacity
 
-    config = _engine_config(path, own, tokens)
+    config = _engine_config(path, own, tokens, chunk)
     specs = [_specs(config, sparse=own is not None)]
     groups = get_global_kv_cache_groups(config, specs)
     planned = get_kv_cache_configs(config, specs, [int(cache_gib * 2**30)], groups)
     cache = generate_scheduler_kv_cache_config(planned)
     row: dict[str, Any] = {
         "engine": engine,
+        "chunk": chunk,
         "hot_rows": None,
         "requests": 0,
         "vllm_concurrency": round(get_kv_cache_capacity(config, cache)[1], 2),
@@ -85,7 +88,7 @@ def _row(
     return row
 
 
-def _engine_config(path: Path, own: dict[str, Any] | None, tokens: int) -> Any:
+def _engine_config(path: Path, own: dict[str, Any] | None, tokens: int, chunk: int) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     from bench.gpu.engines import kvsieve
@@ -98,7 +101,7 @@ def _engine_config(path: Path, own: dict[str, Any] | None, tokens: int) -> Any:
         skip_tokenizer_init=True,
         max_model_len=tokens,
         max_num_seqs=256,
-        max_num_batched_tokens=CHUNK,
+        max_num_batched_tokens=chunk,
         kv_cache_dtype="fp8",
         block_size=64,
         kv_transfer_config=kvsieve("unix:///nowhere", **own) if own is not None else None,
@@ -177,7 +180,10 @@ def _fill(config: Any, manager: Any, tokens: int, residency: Any) -> int:
             block_hasher=hasher,
         )
         while request.num_computed_tokens < request.num_prompt_tokens:
-            count = min(CHUNK, request.num_prompt_tokens - request.num_computed_tokens)
+            count = min(
+                config.scheduler_config.max_num_batched_tokens,
+                request.num_prompt_tokens - request.num_computed_tokens,
+            )
             first = not request.num_computed_tokens
             if manager.allocate_slots(request, count, full_sequence_must_fit=first) is None:
                 return held

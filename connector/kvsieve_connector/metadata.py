@@ -66,6 +66,7 @@ class StepOrders(KVConnectorMetadata):
     detach: the session is over; the arena is to be unmapped, so that a dead store's memory goes.
     host_ended, host_backed, host_blocks: sparse mode, applied in this order. A request that is named in
     host_ended has no hot buffer any more; one that starts anew in the same step is named in both.
+    host_preempted: those of host_ended that will come back.
     forget_epochs: sparse mode: attachments of the past that no request reads any more.
     """
 
@@ -73,6 +74,7 @@ class StepOrders(KVConnectorMetadata):
     detach: bool = False
     saves: list[SaveOrder] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
+    host_preempted: list[str] = field(default_factory=list)
     host_ended: list[str] = field(default_factory=list)
     host_backed: list[HostBacked] = field(default_factory=list)
     host_blocks: list[HostBlocks] = field(default_factory=list)

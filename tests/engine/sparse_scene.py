@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvsieve_connector.metadata import StepOrders, WorkerReport
 from kvsieve_connector.settings import parse_settings
@@ -273,6 +273,7 @@ class Scene:
 
     def _end(self, request: Request) -> None:
         settled = max(request.num_computed_tokens - request.num_in_flight_tokens, 0)
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         self.manager.remove_skipped_blocks(request.request_id, settled)
         self.half.finished(request)
         self.manager.free(request)

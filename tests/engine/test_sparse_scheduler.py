@@ -140,6 +140,19 @@ def test_the_store_gets_nothing_back_while_a_step_may_read_it(overlap: int) -> N
     assert not engine.client.store.leases
 
 
+def test_workers_are_told_who_was_preempted_and_who_has_finished() -> None:
+    engine = scene()
+    engine.submit(new_request("a", [*tokens_of(1, 640), 1], 20))
+    while not any(o.host_backed for o in engine.orders):
+        engine.step()
+    request = engine.running.pop()
+    engine._preempt(request)
+    engine.run()
+    ended = [(o.host_ended, o.host_preempted) for o in engine.orders if o.host_ended]
+    assert ended == [(["a"], ["a"]), (["a"], [])]
+    engine.check_empty()
+
+
 def test_a_failed_load_is_computed() -> None:
     engine = scene()
     engine.submit(new_request("a", [*tokens_of(1, 640), 1], 4))

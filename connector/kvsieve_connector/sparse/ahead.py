@@ -59,11 +59,12 @@ class Prefetcher:
 
     def after(self, layer: int, topk: torch.Tensor, requests: int) -> None:
         """The layer's swap-in is queued. topk: its list, int32 [T, k], of `requests` batch rows."""
-        if layer not in self._after and layer not in self._margins and layer not in self._last:
-            return
         lists = topk.view(requests, -1)
         if layer in self._last:
             self._remember(layer, lists)
+        launches = layer in self._after or layer in self._margins
+        if not launches or layer == len(self._caches) - 1:  # no swap-in follows that would join
+            return
         with self._beside():
             for target in self._after.get(layer, ()):
                 self._kernels.prefetch(self._caches[target], self._tables.requests, lists)

@@ -65,6 +65,7 @@ class SparseScheduler(SchedulerHalf):
         self._found: list[Host] = []
         """Began with blocks of the store; the workers are not told yet."""
         self._ended: list[str] = []
+        self._preempted: list[str] = []
         self._step = 0
         self._later: list[tuple[int, Host]] = []
         """What the store keeps for these is given back from this step on."""
@@ -231,6 +232,7 @@ class SparseScheduler(SchedulerHalf):
         if orders.attachment is not None:
             self._reports_from = self._step + self._overlap - 1
         orders.host_ended, self._ended = self._ended, []
+        orders.host_preempted, self._preempted = self._preempted, []
         self._tell_of_hosts(orders)
         orders.forget_epochs = self._unread_epochs()
         if self._is_usable and self._client is not None:
@@ -363,6 +365,8 @@ class SparseScheduler(SchedulerHalf):
         host.ended = True
         if host.told:
             self._ended.append(holding.request_id)
+            if not host.request.is_finished():
+                self._preempted.append(holding.request_id)
         for epoch in host.epochs:
             self._busy[epoch] = self._quiet_step
         self._give_back_after(host)

@@ -86,9 +86,10 @@ class SparseWorkerHalf(WorkerHalf):
     def begin(self, orders: StepOrders) -> None:
         super().begin(orders)
         tables, warm = self._sparse.tables, self._sparse.warm
-        for req_id in orders.host_ended:
-            if warm is not None:
+        if warm is not None:
+            for req_id in orders.host_preempted:
                 warm.keep(req_id)
+        for req_id in orders.host_ended:
             tables.end(req_id)
         for backed in orders.host_backed:
             tables.begin(backed.req_id, backed.hot_blocks)
