@@ -1,0 +1,159 @@
+"""A worker half of sparse mode on CPU tensors, planned by vLLM, and a session with a real store."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvsieve_connector.metadata import SaveOrder, StepOrders
+from kvsieve_connector.settings import parse_settings
+from kvsieve_connector.sparse.attention import HostBackedAttention
+from kvsieve_connector.sparse.plan import SparsePlan
+from kvsieve_connector.sparse.worker import SparseWorkerHalf
+from kvsieve_store.client import StoreClient
+from kvsieve_store.protocol.spec import PoolSpec
+from tests.conftest import StoreProcess
+from tests.engine.sparse_scene import Scene
+from tests.engine.sparse_vllm import BLOCK, ROW_BYTES, plan_cache
+
+LAYERS, HOT_BLOCKS, SEQS = 4, 2, 3
+MAX_MODEL_LEN = 1000
+"""Fifteen blocks, and a part of one."""
+
+
+def engine_config(**changes: Any) -> Any:
+    """What a worker half reads of vLLM's configuration. indexers: the layers that have their own."""
+    config = Scene._config(HOT_BLOCKS, 256, 1, SEQS, MAX_MODEL_LEN)
+    indexers = changes.get("indexers", range(LAYERS))
+    layers = {
+        f"layers.{i}.attn": SimpleNamespace(
+            impl=HostBackedAttention(), indexer="its own" if i in indexers else None
+        )
+        for i in range(LAYERS)
+    }
+    config.compilation_config = SimpleNamespace(
+        static_forward_context=layers, cudagraph_capture_sizes=changes.get("graphs", [1, 8])
+    )
+    config.parallel_config.data_parallel_size = changes.get("data_parallel_size", 1)
+    return config
+
+
+class Worker:
+    """half: the worker half. caches: layer -> uint8 [num_blocks, BLOCK, row bytes] of the paged cache."""
+
+    def __init__(self, prefetch: str | None = None, **changes: Any) -> None:
+        settings = parse_settings(
+            {
+                "kvsieve.mode": "sparse",
+                "kvsieve.hot_rows": HOT_BLOCKS * BLOCK,
+                "kvsieve.window_blocks": 1,
+                "kvsieve.endpoint": "unix:///s",
+            }
+            | ({"kvsieve.prefetch": prefetch} if prefetch else {})
+        )
+        config = engine_config(**changes)
+        self.plan = SparsePlan.of(config, settings)
+        self.cache = plan_cache(config, LAYERS, 4 << 20, self.plan)
+        config.speculative_config = changes.get("speculative_config")
+        self.half = SparseWorkerHalf(config, self.cache, settings)
+        self.caches = self._allocate()
+        self.half.register(self.caches)
+
+    def _allocate(self) -> dict[str, torch.Tensor]:
+        """As vLLM's runner does."""
+        memory = torch.zeros(max(t.size for t in self.cache.kv_cache_tensors), dtype=torch.uint8)
+        caches = {}
+        for tensor in self.cache.kv_cache_tensors:
+            for order, name in enumerate(tensor.layers):
+                row = 132 if ".indexer." in name else ROW_BYTES
+                start = tensor.offset + order * tensor.layer_stride
+                shape = (self.cache.num_blocks, BLOCK, row)
+                caches[name] = memory.as_strided(shape, (tensor.block_stride, row, 1), start)
+        return caches
+
+    @property
+    def runtime(self) -> Any:
+        return self.half._runtime
+
+    @property
+    def tables(self) -> Any:
+        return self.runtime.tables
+
+    def page(self, name: str) -> list[bool]:
+        """Per block of the request, whether the device reads it from the arena."""
+        return [bool(number) for number in self.tables.requests.page[self.tables.slot(name)].tolist()]
+
+    def step(self, orders: StepOrders | None = None, /, **batch: tuple[int, int]) -> None:
+        """One step, in the order in which vLLM calls. batch: request -> (computed, scheduled) tokens."""
+        self.half.begin(orders or StepOrders())
+        self.half.prepare_forward(forward(**batch) if batch else {})
+        self.half.start_loads()
+        self.half.forward_launched()
+        self.half.finish_saves(after_sampling=True)
+        self.half.results()
+
+    def save(self, block: int, slot: int) -> StepOrders:
+        """Orders to copy one block of all KV groups."""
+        groups = len(self.cache.kv_cache_groups)
+        return StepOrders(saves=[SaveOrder(job=slot, slot=slot, pages=((block,),) * groups)])
+
+    def swap_in(self, layer: int, positions: list[int], blocks: int = 15) -> torch.Tensor:
+        """Rows of these positions for the first request of the batch: uint8 [positions, ROW_BYTES]."""
+        name = f"layers.{layer}.attn"
+        topk = torch.full((1, self.plan.topk), -1, dtype=torch.int32)
+        topk[0, : len(positions)] = torch.tensor(positions, dtype=torch.int32)
+        table = torch.zeros(1, blocks, dtype=torch.int32)
+        rows, _ = self.runtime.layers[name].swap_in(topk, table, BLOCK)
+        found = rows[0, : len(positions)].long()
+        return self.caches[name][found // BLOCK, found % BLOCK]
+
+
+def forward(finished: tuple[str, ...] = (), /, **batch: tuple[int, int]) -> dict[str, Any]:
+    """What vLLM's V2 runner gives to start_load_kv. The first request is new, the others run."""
+    new, *running = batch
+    output = SimpleNamespace(
+        finished_req_ids=set(finished),
+        scheduled_new_reqs=[SimpleNamespace(req_id=new, num_computed_tokens=batch[new][0])],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=running, num_computed_tokens=[batch[name][0] for name in running]
+        ),
+        num_scheduled_tokens={name: scheduled for name, (_, scheduled) in batch.items()},
+    )
+    return {"request_ids": list(batch), "scheduler_output": output}
+
+
+def connect(store: StoreProcess, worker: Worker) -> StoreClient:
+    """A session with the store, for blocks of the worker's shape."""
+    handshake = worker.half.handshake()
+    assert handshake is not None
+    spec = PoolSpec(
+        name="m",
+        model="m",
+        dtype="fp8",
+        block_tokens=BLOCK,
+        hash_algo="sha256",
+        hash_seed="",
+        layout=handshake.geometry.layout,
+        tp_size=1,
+        planes=handshake.geometry.planes(1),
+    )
+    client = StoreClient(store.endpoint, spec, engine_id="e", credit_target=8)
+    client.start()
+    client.wait_attached(20)
+    return client
+
+
+def is_locked(path: str) -> bool:
+    """Whether some process holds the session's lock, as the store finds out."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

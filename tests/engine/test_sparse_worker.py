@@ -1,0 +1,350 @@
+"""The worker's half of sparse mode: what becomes of the scheduler's orders, and of arenas whose session is
+over. On CPU tensors, with the arena of a real store process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvsieve_connector import worker as cache_mode
+from kvsieve_connector.kernels.tables import COUNTERS
+from kvsieve_connector.metadata import HostBacked, HostBlocks, StepOrders
+from kvsieve_connector.sparse import runtime as runtimes
+from kvsieve_connector.sparse import worker as sparse_worker
+from kvsieve_connector.sparse.counters import EVERY_STEPS
+from kvsieve_store.client import Attachment, StoreClient
+from tests.conftest import StoreProcess
+from tests.engine.sparse_vllm import BLOCK
+from tests.engine.sparse_worker import (
+    HOT_BLOCKS,
+    LAYERS,
+    MAX_MODEL_LEN,
+    SEQS,
+    Worker,
+    connect,
+    engine_config,
+    forward,
+    is_locked,
+)
+
+Session = tuple[StoreClient, Attachment]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Worker]]:
+    monkeypatch.setattr(cache_mode, "get_tensor_model_parallel_rank", lambda: 0)
+    made: list[Worker] = []
+
+    def make(**changes: Any) -> Worker:
+        made.append(Worker(**changes))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker.half.close()
+
+
+@pytest.fixture
+def worker(make: Callable[..., Worker]) -> Worker:
+    return make()
+
+
+@pytest.fixture
+def store(start_store: Callable[..., StoreProcess]) -> StoreProcess:
+    return start_store("--pool-size", "64MiB")
+
+
+@pytest.fixture
+def attach(store: StoreProcess, worker: Worker) -> Iterator[Callable[[], Session]]:
+    """attach() -> a new session with the store. Of a session that is over nobody holds the lock."""
+    clients: list[StoreClient] = []
+
+    def attach() -> Session:
+        clients.append(connect(store, worker))
+        attachment = clients[-1].attachment
+        assert attachment is not None
+        return clients[-1], attachment
+
+    yield attach
+    for client in clients:
+        client.close()
+
+
+def hot(first: int) -> tuple[tuple[int, ...], ...]:
+    """Hot blocks of a request in each main group, from block `first` on."""
+    return tuple(tuple(range(first + 2 * g, first + 2 * g + HOT_BLOCKS)) for g in range(LAYERS))
+
+
+def backed(epoch: int, *blocks: tuple[int, int], name: str = "a", first: int = 20) -> StepOrders:
+    """A request becomes host-backed, and these blocks of it (index, slot) are read from the arena."""
+    return StepOrders(
+        host_backed=[HostBacked(name, hot(first))], host_blocks=[HostBlocks(name, epoch, tuple(blocks))]
+    )
+
+
+def saved(worker: Worker, client: StoreClient, attachment: Attachment) -> tuple[int, dict[int, torch.Tensor]]:
+    """A slot to which block 5 of all groups was copied, and what its main layers hold; on the GPU, something
+    else is in the block now."""
+    (ref,) = client.take_credits(1, epoch=attachment.epoch)
+    rows: dict[int, torch.Tensor] = {}
+    for layer in range(LAYERS):
+        # All main groups have the same place in a block: here, the same rows.
+        rows[layer] = torch.randint(256, worker.caches["layers.0.attn"][5].shape, dtype=torch.uint8)
+        worker.caches[f"layers.{layer}.attn"][5] = rows[layer]
+    worker.step(worker.save(5, ref.slot))
+    report = worker.half.report()
+    assert report is not None
+    assert report.saved == {ref.slot: 1}
+    held = worker.caches["layers.0.attn"][5].clone()
+    worker.caches["layers.0.attn"][5] = 0xFF
+    return ref.slot, dict.fromkeys(range(LAYERS), held)
+
+
+# Orders
+
+
+def test_orders_are_on_the_device_when_the_forward_begins(worker: Worker, attach: Any) -> None:
+    _, attachment = attach()
+    worker.step(StepOrders(attachment=attachment))
+    worker.half.begin(backed(attachment.epoch, (0, 3), (2, 4)))
+    assert not worker.tables.requests.page.any()
+    worker.half.prepare_forward(forward(a=(200, 1), b=(7, 1)))
+    assert worker.page("a") == [True, False, True] + [False] * 13
+    slot = worker.tables.slot("a")
+    assert worker.tables.requests.row_slot[:3].tolist() == [slot, worker.tables.sizes.slots, -1]
+    assert worker.tables.requests.hot_blocks[:, slot].tolist() == [list(blocks) for blocks in hot(20)]
+    arena = worker.half._arena
+    assert arena is not None
+    assert worker.tables.host_pages("a") == [(0, arena.address(3)), (2, arena.address(4))]
+
+
+def test_what_was_saved_is_read_back_through_the_hot_buffer(worker: Worker, attach: Any) -> None:
+    client, attachment = attach()
+    worker.step(StepOrders(attachment=attachment))
+    slot, rows = saved(worker, client, attachment)
+    worker.step(backed(attachment.epoch, (1, slot)), a=(200, 1))
+    for layer in range(LAYERS):
+        positions = [BLOCK + 3, BLOCK, 2 * BLOCK - 1]
+        assert torch.equal(worker.swap_in(layer, positions), rows[layer][[3, 0, BLOCK - 1]])
+
+
+def test_a_request_that_ends_and_starts_anew_in_one_step_has_new_tables(worker: Worker, attach: Any) -> None:
+    _, attachment = attach()
+    worker.step(StepOrders(attachment=attachment))
+    worker.step(backed(attachment.epoch, (0, 1), (1, 2)), a=(200, 1))
+    orders = backed(attachment.epoch, (2, 3), first=40)
+    orders.host_ended.append("a")
+    worker.step(orders, a=(200, 1))
+    assert worker.page("a") == [False, False, True] + [False] * 13
+    slot = worker.tables.slot("a")
+    assert worker.tables.requests.hot_blocks[0, slot].tolist() == list(hot(40)[0])
+    worker.step(StepOrders(host_ended=["a"]))
+    assert worker.tables.slot("a") == -1
+    assert worker.tables.requests.row_slot.eq(-1).all()
+
+
+def test_steps_without_a_forward_take_orders_too(worker: Worker, attach: Any) -> None:
+    _, attachment = attach()
+    worker.step(StepOrders(attachment=attachment))
+    worker.step(backed(attachment.epoch, (0, 1)))
+    assert worker.page("a")[0]
+    assert not worker.runtime.reads_host
+
+
+@pytest.mark.parametrize(
+    ("preempted", "finished", "fetched"),
+    [(["a"], (), 2), ([], (), 0), (["a"], ("a",), 0)],
+    ids=["preempted", "ended", "preempted, then aborted"],
+)
+def test_only_a_request_that_was_preempted_comes_back_with_its_hot_rows(
+    make: Callable[..., Worker],
+    attach: Any,
+    preempted: list[str],
+    finished: tuple[str, ...],
+    fetched: int,
+) -> None:
+    worker = make(prefetch="previous-step")
+    _, attachment = attach()
+    worker.step(StepOrders(attachment=attachment))
+    worker.step(backed(attachment.epoch, (0, 1), (1, 2)), a=(200, 1))
+    worker.swap_in(0, [1, 70])
+    worker.half.begin(StepOrders(host_preempted=preempted, host_ended=["a"]))
+    worker.half.prepare_forward(forward(finished, b=(0, 1)))
+    worker.step(backed(attachment.epoch, (0, 1), (1, 2), first=40), a=(200, 1))
+    counters = worker.tables.counters.sum((0, 1)).tolist()
+    assert counters[COUNTERS.index("prefetched_rows")] == fetched
+    worker.swap_in(0, [1, 70])
+    counters = worker.tables.counters.sum((0, 1)).tolist()
+    assert counters[COUNTERS.index("missed_rows")] == 4 - fetched
+
+
+# Sessions that are over
+
+
+def test_an_arena_is_read_and_locked_until_its_epoch_is_forgotten(worker: Worker, attach: Any) -> None:
+    client, attachment = attach()
+    worker.step(StepOrders(attachment=attachment))
+    slot, rows = saved(worker, client, attachment)
+    worker.step(backed(attachment.epoch, (0, slot)), a=(200, 1))
+    worker.step(StepOrders(detach=True), a=(201, 1))
+    assert is_locked(attachment.lock_path)
+    assert torch.equal(worker.swap_in(0, [9]), rows[0][[9]])
+    worker.step(StepOrders(host_blocks=[HostBlocks("a", attachment.epoch, ((1, slot),))]), a=(202, 1))
+    assert torch.equal(worker.swap_in(1, [BLOCK + 9]), rows[1][[9]])
+    worker.step(StepOrders(host_ended=["a"]))
+    assert is_locked(attachment.lock_path)
+    worker.step(StepOrders(forget_epochs=[attachment.epoch]))
+    assert not is_locked(attachment.lock_path)
+
+
+def test_saves_fail_between_two_sessions(worker: Worker, attach: Any) -> None:
+    _, attachment = attach()
+    worker.step(StepOrders(attachment=attachment))
+    worker.step(StepOrders(detach=True))
+    worker.step(worker.save(5, 1))
+    report = worker.half.report()
+    assert report is not None
+    assert (report.saved, report.failed) == ({}, {1: 1})
+
+
+def test_requests_read_the_arenas_of_two_sessions(worker: Worker, attach: Any) -> None:
+    client, first = attach()
+    worker.step(StepOrders(attachment=first))
+    slot, rows = saved(worker, client, first)
+    worker.step(backed(first.epoch, (0, slot)), a=(200, 1))
+    client.close()
+    client, second = attach()
+    second = _numbered(second, first.epoch + 1)
+    worker.step(StepOrders(attachment=second), a=(201, 1))
+    assert is_locked(first.lock_path)
+    assert is_locked(second.lock_path)
+    (ref,) = client.take_credits(1)
+    worker.caches["layers.0.attn"][5] = 7
+    worker.step(worker.save(5, ref.slot))
+    worker.step(StepOrders(host_blocks=[HostBlocks("a", second.epoch, ((1, ref.slot),))]), a=(202, 1))
+    found = worker.swap_in(0, [0, BLOCK])
+    assert torch.equal(found[0], rows[0][0])
+    assert found[1].eq(7).all()
+    worker.step(StepOrders(host_ended=["a"], forget_epochs=[first.epoch]))
+    assert not is_locked(first.lock_path)
+    assert is_locked(second.lock_path)
+    worker.step(backed(second.epoch, (0, ref.slot), name="b", first=40), b=(200, 1))
+    assert worker.swap_in(0, [0]).eq(7).all()
+
+
+def test_blocks_of_an_arena_that_nobody_has_mapped_are_refused(worker: Worker, attach: Any) -> None:
+    _, attachment = attach()
+    worker.step(StepOrders(attachment=attachment))
+    with pytest.raises(AssertionError, match="an arena that is not mapped"):
+        worker.half.begin(backed(attachment.epoch + 1, (0, 1)))
+
+
+def test_nothing_is_held_after_the_end(worker: Worker, attach: Any) -> None:
+    client, first = attach()
+    worker.step(StepOrders(attachment=first))
+    client.close()
+    _, second = attach()
+    worker.step(StepOrders(attachment=_numbered(second, first.epoch + 1)))
+    assert runtimes.host_layer("layers.0.attn") is not None
+    worker.half.close()
+    assert not is_locked(first.lock_path)
+    assert not is_locked(second.lock_path)
+    assert runtimes.host_layer("layers.0.attn") is None
+
+
+def _numbered(attachment: Attachment, epoch: int) -> Attachment:
+    """As the one client of an engine would number its next session."""
+    return replace(attachment, epoch=epoch)
+
+
+# The runner
+
+
+@pytest.mark.parametrize("step", [{"forward_context": 1}, {"request_ids": ["a"]}, {"scheduler_output": 1}])
+def test_a_runner_that_does_not_tell_its_batch_is_refused(worker: Worker, step: dict[str, Any]) -> None:
+    with pytest.raises(
+        RuntimeError, match=rf"needs vLLM's V2 model runner; .* only \['{next(iter(step))}'\]"
+    ):
+        worker.half.prepare_forward(step)
+
+
+def test_the_batch_is_in_row_order(worker: Worker) -> None:
+    step = forward(c=(0, 64), b=(640, 1), a=(300, 2))
+    step["request_ids"] = ["a", "b", "c"]
+    rows = sparse_worker.batch_rows(step["request_ids"], step["scheduler_output"])
+    assert [(row.req_id, row.computed, row.scheduled) for row in rows] == [
+        ("a", 300, 2),
+        ("b", 640, 1),
+        ("c", 0, 64),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "cleared"),
+    [
+        ({}, False),
+        ({"data_parallel_size": 2}, True),
+        ({"data_parallel_size": 2, "speculative_config": "a drafter"}, False),
+    ],
+)
+def test_rows_are_cleared_where_an_idle_engine_replays_graphs(
+    make: Callable[..., Worker], changes: dict[str, Any], cleared: bool
+) -> None:
+    worker = make(**changes)
+    worker.half.begin(StepOrders(host_backed=[HostBacked("a", hot(20))]))
+    worker.half.prepare_forward(forward(a=(64, 1)))
+    worker.half.forward_launched()
+    assert worker.tables.requests.row_slot.eq(-1).all() == cleared
+
+
+def test_counters_go_to_the_metrics_now_and_then(worker: Worker) -> None:
+    worker.step(StepOrders(host_backed=[HostBacked("a", hot(20))]), a=(64, 1))
+    worker.swap_in(0, [1, 2, 3])
+    for _ in range(EVERY_STEPS):
+        worker.step(None, a=(64, 1))
+    stats = worker.half.stats.take()
+    assert stats is not None
+    assert (stats.data["asked_rows"], stats.data["gpu_rows"]) == (3, 3)
+
+
+# Sizes
+
+
+def test_tables_have_room_for_what_the_scheduler_may_order(worker: Worker) -> None:
+    sizes = worker.tables.sizes
+    assert sizes.blocks * BLOCK >= MAX_MODEL_LEN
+    assert sizes.pages == worker.cache.num_blocks + 1
+    assert (sizes.groups, sizes.layers, sizes.hot_blocks) == (LAYERS, LAYERS, HOT_BLOCKS)
+    assert sizes.slots == worker.plan.table_slots(worker.cache.num_blocks, LAYERS, SEQS)
+    assert worker.runtime.workspace_rows >= MAX_MODEL_LEN
+
+
+@pytest.mark.parametrize(("graphs", "rows"), [([1, 2, 8], 8), ([1, 2], SEQS), ([], SEQS), (None, SEQS)])
+def test_rows_are_those_of_the_largest_batch_padding_included(
+    worker: Worker, graphs: list[int] | None, rows: int
+) -> None:
+    config = engine_config(graphs=graphs)
+    assert sparse_worker.table_sizes(config, worker.cache, worker.plan, LAYERS).rows == rows
+
+
+@pytest.mark.parametrize(
+    ("indexers", "prefetch", "name"),
+    [
+        ([0, 1, 2, 3], None, "previous-step"),
+        ([0, 2], None, "index-share"),
+        ([0, 2], "none", "none"),
+    ],
+)
+def test_the_policy_follows_from_who_has_an_indexer(
+    make: Callable[..., Worker], indexers: list[int], prefetch: str | None, name: str
+) -> None:
+    worker = make(indexers=indexers, prefetch=prefetch)
+    policy = worker.half._policy(list(worker.runtime.layers))
+    assert policy.name == name
+    shares = [[p.layer for p in step if p.source == "leader"] for step in policy.steps]
+    assert shares == ([[], [0], [], [2]] if name == "index-share" else [[]] * LAYERS)
