@@ -229,6 +229,21 @@ def test_requests_read_the_arena_of_a_lost_session_until_they_end() -> None:
     engine.check_empty()
 
 
+def test_a_request_that_needs_the_store_waits_for_one_and_others_go_first() -> None:
+    engine = scene(pool_mib=8)
+    client = engine.client
+    engine.half.use(None)
+    engine.submit(new_request("a", tokens_of(1, 1900), 20), new_request("b", tokens_of(2, 300), 20))
+    for _ in range(100):
+        engine.step()
+    assert engine.done == ["b"]
+    assert engine.preempted == 0
+    engine.half.use(client, client.target)
+    engine.run()
+    assert engine.done == ["b", "a"]
+    engine.check_empty()
+
+
 @pytest.mark.parametrize("overlap", [1, 2])
 def test_nothing_is_read_from_an_arena_that_the_workers_do_not_reach_yet(overlap: int) -> None:
     """They pin it in the background, and say so after the step that tells them of it."""

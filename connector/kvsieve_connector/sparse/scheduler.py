@@ -210,7 +210,7 @@ class SparseScheduler(SchedulerHalf):
         if have and not self._ledger.has_room(have):
             return False
         if not self._is_usable:
-            return True
+            return self._fits_gpu(request)
         assert self._client is not None
         need = max(self._expected_blocks(request) - have, 0)
         first = self._budget.waiting
@@ -218,6 +218,16 @@ class SparseScheduler(SchedulerHalf):
             return True
         if self._budget.waiting == request.request_id != first:
             self.stats.add(slot_waits=1)
+        return False
+
+    def _fits_gpu(self, request: Request) -> bool:
+        """Whether the tokens that the request has fit the GPU without a store. One that does not would be
+        preempted again and again; it waits for a store, and others go first."""
+        assert self._manager is not None
+        blocks = -(-request.num_tokens // self.block_tokens)
+        if blocks * len(self._group_tokens) < self._manager.block_pool.num_gpu_blocks:
+            return True
+        logger.warning_once("kvsieve: a request that does not fit the GPU without a store waits for one")
         return False
 
     def _expected_blocks(self, request: Request) -> int:
