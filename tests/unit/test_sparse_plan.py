@@ -57,6 +57,14 @@ def test_a_step_asks_for_no_more_rows_than_the_swap_in_has_shared_memory_for() -
         plan(speculative=7)
 
 
+@pytest.mark.parametrize("policy", ["previous-layer", "previous-step+margin"])
+def test_no_policy_fetches_across_the_graphs_of_model_and_drafter(policy: str) -> None:
+    plan({"kvsieve.prefetch": policy})
+    plan({"kvsieve.prefetch": "previous-step"}, speculative=1)
+    with pytest.raises(ValueError, match="does not work with speculative decoding"):
+        plan({"kvsieve.prefetch": policy}, speculative=1)
+
+
 def test_steps_of_unequal_tokens_are_refused() -> None:
     config = engine(speculative=1)
     config.speculative_config = SimpleNamespace(enable_adaptive_verification=True)

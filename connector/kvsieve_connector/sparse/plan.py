@@ -84,6 +84,11 @@ class SparsePlan:
                 f"kvsieve: num_speculative_tokens={query_tokens - 1} with index_topk {topk} makes {least} "
                 f"rows of a request in one step, sparse mode allows {MAX_STEP_ROWS}"
             )
+        if query_tokens > 1 and settings.prefetch in ("previous-step+margin", "previous-layer"):
+            raise ValueError(
+                f"kvsieve: {PREFIX}prefetch={settings.prefetch!r} does not work with speculative decoding: "
+                "it fetches for the drafter's layers from the model's graph, which ends before them"
+            )
         speculative = getattr(vllm_config, "speculative_config", None)
         if getattr(speculative, "enable_adaptive_verification", False):
             raise ValueError(
