@@ -1,0 +1,160 @@
+"""What stands in for vLLM's sparse MLA backends: stock classes outside sparse mode, ours before them in it.
+
+Nothing is run here. A CPU build of vLLM lacks FlashAttention's extension, which only has to be importable.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_cache_interface import MLAAttentionSpec  # noqa: E402
+
+from kvsieve_connector import plugin  # noqa: E402
+from kvsieve_connector.settings import NAME  # noqa: E402
+from kvsieve_connector.sparse.attention import HostBackedAttention  # noqa: E402
+from kvsieve_connector.sparse.spec import HostBackedMLASpec  # noqa: E402
+
+PACKAGE = "vllm.vllm_flash_attn"
+
+
+@pytest.fixture(scope="module")
+def backends() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            __import__(f"{PACKAGE}.flash_attn_interface")
+        except ImportError:
+            package, interface = ModuleType(PACKAGE), ModuleType(f"{PACKAGE}.flash_attn_interface")
+            package.__path__ = []
+            interface.__dict__.update(flash_attn_varlen_func=None)
+            patch.setitem(sys.modules, package.__name__, package)
+            patch.setitem(sys.modules, interface.__name__, interface)
+        from kvsieve_connector.sparse import backends
+
+        yield backends
+
+
+def engine(mode: str) -> Any:
+    """A DSA model in bf16, as far as backends ask for it."""
+    text = SimpleNamespace(index_topk=2048, kv_lora_rank=512, qk_rope_head_dim=64)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=text, model="m", dtype=torch.bfloat16),
+        cache_config=SimpleNamespace(block_size=64, cache_dtype="auto"),
+        kv_transfer_config=SimpleNamespace(
+            kv_connector=NAME, kv_connector_extra_config={"kvsieve.mode": mode}
+        ),
+        num_speculative_tokens=0,
+    )
+
+
+@pytest.fixture
+def build(backends: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """build(mode): the engine whose model is built from now on."""
+    monkeypatch.setattr(backends, "_config", None)
+
+    def build(mode: str) -> None:
+        monkeypatch.setattr(backends, "get_current_vllm_config_or_none", lambda: engine(mode))
+
+    return build
+
+
+@pytest.fixture(params=plugin.BACKENDS)
+def pair(request: pytest.FixtureRequest, backends: Any) -> tuple[Any, Any]:
+    """One of ours, and the stock backend that it stands in for."""
+    ours = getattr(backends, plugin.BACKENDS[request.param])
+    assert ours.get_name() == request.param
+    return ours, ours.__mro__[2]
+
+
+def spec() -> MLAAttentionSpec:
+    return MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+
+
+def test_ours_is_the_stock_backend_by_name_and_by_what_it_supports(pair: tuple[Any, Any]) -> None:
+    ours, stock = pair
+    assert issubclass(ours, stock)
+    assert stock.__module__.startswith("vllm.")
+    assert ours.get_name() == stock.get_name()
+    assert ours.get_supported_kernel_block_sizes() == stock.get_supported_kernel_block_sizes()
+    assert ours.supported_kv_cache_dtypes == stock.supported_kv_cache_dtypes
+    assert ours.is_sparse()
+
+
+@pytest.mark.parametrize("mode", ["cache", None], ids=["cache mode", "no engine yet"])
+def test_outside_sparse_mode_all_of_it_is_stock(
+    pair: tuple[Any, Any], build: Callable[[str], None], backends: Any, mode: str | None
+) -> None:
+    ours, stock = pair
+    if mode is not None:
+        build(mode)
+    assert ours.get_impl_cls() is stock.get_impl_cls()
+    assert ours.get_builder_cls() is stock.get_builder_cls()
+    assert ours.customize_spec(spec()) == stock.customize_spec(spec())
+
+
+def test_in_sparse_mode_our_methods_come_before_the_stock_ones(
+    pair: tuple[Any, Any], build: Callable[[str], None]
+) -> None:
+    ours, stock = pair
+    build("sparse")
+    impl, stock_impl = ours.get_impl_cls(), stock.get_impl_cls()
+    assert issubclass(impl, HostBackedAttention)
+    assert issubclass(impl, stock_impl)
+    order = impl.__mro__
+    assert order.index(HostBackedAttention) < order.index(stock_impl)
+    for method in ("forward_mqa", "_convert_logical_to_physical_topk"):
+        assert getattr(impl, method) is getattr(HostBackedAttention, method)
+        assert hasattr(stock_impl, method), "vLLM has it no more"
+
+
+def test_in_sparse_mode_only_rows_of_decode_steps_count_as_decodes(
+    pair: tuple[Any, Any], build: Callable[[str], None], backends: Any
+) -> None:
+    ours, stock = pair
+    build("sparse")
+    builder, stock_builder = ours.get_builder_cls(), stock.get_builder_cls()
+    assert issubclass(builder, stock_builder)
+    order = builder.__mro__
+    assert order.index(backends._HostBuilder) < order.index(stock_builder)
+    assert builder.require_uniform_decodes
+
+
+def test_in_sparse_mode_the_spec_of_a_main_layer_is_host_backed(
+    pair: tuple[Any, Any], build: Callable[[str], None]
+) -> None:
+    ours, stock = pair
+    build("sparse")
+    found, plain = ours.customize_spec(spec()), stock.customize_spec(spec())
+    assert type(found) is HostBackedMLASpec
+    assert (found.window_blocks, found.hot_blocks) == (2, 48)
+    assert found.page_size_bytes == plain.page_size_bytes == 64 * 1152
+    # What the stock backend asks of the layout stays.
+    assert found.block_stride_alignment == plain.block_stride_alignment
+
+
+def test_the_spec_is_host_backed_when_vllm_asks_after_the_model_is_built(
+    pair: tuple[Any, Any], build: Callable[[str], None], backends: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, _ = pair
+    build("sparse")
+    ours.get_impl_cls()
+    monkeypatch.setattr(backends, "get_current_vllm_config_or_none", lambda: None)
+    assert type(ours.customize_spec(spec())) is HostBackedMLASpec
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN_MLA_SPARSE", "FLASHINFER_MLA_SPARSE"])
+def test_rows_come_from_the_swap_in_where_stock_may_convert_past_our_method(
+    backends: Any, build: Callable[[str], None], name: str
+) -> None:
+    build("sparse")
+    impl = getattr(backends, plugin.BACKENDS[name]).get_impl_cls()
+    bare = impl.__new__(impl)
+    bare._layer = "a host-backed layer"
+    assert not bare.group_conversion_decode_only
