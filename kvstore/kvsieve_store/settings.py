@@ -21,6 +21,10 @@ from kvsieve_store.sizes import exact_size
 
 ENV_PREFIX = "KVSIEVE_"
 
+MAX_SESSION_TIMEOUT = 30.0
+"""Seconds. Clients' leases (60 s) outlast a session that is silent: an engine that was paused reads blocks
+that are still there, or has lost its session and knows it."""
+
 A_SIZE = "a size is expected, like 8GiB or 512MiB"
 NAME_SIZE = "NAME=SIZE is expected, like Qwen3-0.6B=8GiB"
 
@@ -113,7 +117,7 @@ class StoreSettings(BaseModel):
     )
     free_high: float = Field(0.05, description="Share of free slots up to which it evicts ahead.", ge=0, le=1)
     session_timeout: float = Field(
-        10.0, description="Seconds of silence that end a session.", ge=0.1, le=3600
+        10.0, description="Seconds of silence that end a session.", ge=0.1, le=MAX_SESSION_TIMEOUT
     )
     max_sessions: int = Field(MAX_SESSIONS, description="Most sessions at a time.", ge=1, le=MAX_SESSIONS)
     log_level: Literal["debug", "info", "warning", "error"] = Field(

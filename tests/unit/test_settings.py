@@ -131,6 +131,7 @@ def test_every_bad_value_is_named_with_its_source(tmp_path: Path) -> None:
         ({"http": "nowhere"}, "--http: 'nowhere': expected"),
         ({"http": "unix:///tmp/x"}, "--http: 'unix:///tmp/x' given, host:port required"),
         ({"session_timeout": 0}, "--session-timeout: 0 given"),
+        ({"session_timeout": 31}, "--session-timeout: 31 given"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(flags: dict[str, Any], message: str) -> None:

@@ -101,7 +101,7 @@ class HostLayer:
         """
         rt = self.runtime
         contexts = group.contexts
-        staging = rt.staging.take(self.order, group.number, contexts) if contexts is not None else None
+        staging = rt.staging.take(self.order, contexts) if contexts is not None else None
         rows = workspace[: group.rows]
         rt.kernels.gather_context(
             rows,
@@ -129,11 +129,14 @@ class SparseRuntime:
         kernels: KernelSet,
         policy: Policy,
         workspace_rows: int,
+        model_layers: int | None = None,
     ) -> None:
         """caches: layer name -> its cache, in the order in which the model runs them. workspace_rows: of the
-        workspace for gathered contexts, which holds the longest."""
+        workspace for gathered contexts, which holds the longest. model_layers: how many of the layers are
+        the model's own, before a drafter's; None: all."""
         self.plan, self.tables, self.kernels = plan, tables, kernels
         self.workspace_rows = workspace_rows
+        self._model_layers = model_layers if model_layers is not None else len(caches)
         self.layers = {
             name: HostLayer(order, cache, self) for order, (name, cache) in enumerate(caches.items())
         }
@@ -184,7 +187,9 @@ class SparseRuntime:
             following = groups[group.number + 1]
         else:
             layer, following = layer + 1, groups[0]
-        self.staging.ahead(layer, following.number, following.contexts)
+            if layer == self._model_layers:  # a drafter's batch may be split otherwise
+                return
+        self.staging.ahead(layer, following.contexts)
 
     def _split(self, first: int) -> list[PrefillGroup]:
         groups: list[PrefillGroup] = []

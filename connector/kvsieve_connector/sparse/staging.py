@@ -37,18 +37,21 @@ class StagedContexts:
 
 
 class Staging:
-    """Two buffers of pages, used by turns. Items are (layer, group), in the order in which attention runs."""
+    """Two buffers of pages, used by turns. Items are (layer, contexts), in the order of attention's runs."""
 
     def __init__(
         self, caches: Sequence[LayerCache], tables: HostTables, kernels: KernelSet, capacity: int
     ) -> None:
         """caches: the layers, in the order of their runs. capacity: most pages of a group of contexts."""
-        self._caches, self._tables, self._kernels, self._capacity = caches, tables, kernels, capacity
+        self._caches, self._tables, self._kernels = caches, tables, kernels
         self._device = caches[0].cache.device
-        self._buffers: list[torch.Tensor] = []
+        page_bytes = caches[0].cache.shape[1] * caches[0].cache.shape[2]
+        self._buffers = [
+            torch.empty((capacity, page_bytes), dtype=torch.uint8, device=self._device) for _ in range(2)
+        ]
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._turn = 0
-        self._fetched: tuple[int, int] | None = None
+        self._fetched: tuple[int, StagedContexts] | None = None
 
     def reset(self) -> None:
         """Another batch: what was fetched ahead is of the last one."""
@@ -72,30 +75,27 @@ class Staging:
             places.to(self._device, non_blocking=True), where.to(self._device, non_blocking=True)
         )
 
-    def take(self, layer: int, group: int, contexts: StagedContexts) -> torch.Tensor:
+    def take(self, layer: int, contexts: StagedContexts) -> torch.Tensor:
         """The pages of an item, uint8 [pages, page bytes], on the current stream; fetched now if they were
         not fetched ahead."""
-        if self._fetched != (layer, group):
+        ahead = self._fetched is not None and self._fetched[0] == layer and self._fetched[1] is contexts
+        if not ahead:
             self._fetch(layer, contexts)
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._fetched = None
         return self._buffers[self._turn]
 
-    def ahead(self, layer: int, group: int, contexts: StagedContexts | None) -> None:
+    def ahead(self, layer: int, contexts: StagedContexts | None) -> None:
         """Starts to fetch an item; what runs on the current stream up to now comes first."""
         if contexts is not None and layer < len(self._caches):
             self._fetch(layer, contexts)
-            self._fetched = (layer, group)
+            self._fetched = (layer, contexts)
 
     def _fetch(self, layer: int, contexts: StagedContexts) -> None:
-        if not self._buffers:
-            page_bytes = self._caches[0].cache.shape[1] * self._caches[0].cache.shape[2]
-            self._buffers = [
-                torch.empty((self._capacity, page_bytes), dtype=torch.uint8, device=self._device)
-                for _ in range(2)
-            ]
         self._turn ^= 1
+        if self._stream is not None:
+            contexts.addresses.record_stream(self._stream)
         with self._beside():
             addresses = contexts.addresses + self._caches[layer].layer_offset
             self._kernels.fetch_pages(self._buffers[self._turn], addresses, FETCH_BLOCKS)

@@ -6,11 +6,13 @@ from the arena from now on, and whose tables go. They are on the device before a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
 
 from kvsieve_connector.copy.base import LayerPages
 from kvsieve_connector.kernels.swap_in import LayerCache
@@ -48,6 +50,7 @@ class SparseWorkerHalf(WorkerHalf):
         self._counters: CounterReader | None = None
         self._kept: dict[int, tuple[ArenaMap, Callable[[], None]]] = {}
         """Arenas of sessions that are over, by epoch, which live requests still read; how to unpin each."""
+        self._unpinning: list[threading.Thread] = []
         self._drafts = vllm_config.speculative_config is not None
         self._runs_in_step = vllm_config.parallel_config.data_parallel_size > 1
 
@@ -70,6 +73,7 @@ class SparseWorkerHalf(WorkerHalf):
             kernel_set(device),
             self._policy(list(caches)),
             workspace_rows(self._vllm_config),
+            self._model_layers(list(caches)),
         )
         self._counters = CounterReader(tables.counters, self._plan.row_bytes)
         runtimes.use(self._runtime)
@@ -130,9 +134,19 @@ class SparseWorkerHalf(WorkerHalf):
 
     def close(self) -> None:
         runtimes.use(None)
+        if self._runtime is not None and self._runtime.tables.tag.is_cuda:
+            torch.cuda.synchronize()  # a step in flight may still read the arena
         for epoch in list(self._kept):
             self._forget(epoch)
+        for thread in self._unpinning:
+            thread.join()
         super().close()
+
+    def _model_layers(self, names: list[str]) -> int:
+        """How many of the layers come before a drafter's, which vLLM numbers after the model's."""
+        config = self._vllm_config.model_config.hf_text_config
+        own = getattr(config, "num_hidden_layers", len(names))
+        return sum(extract_layer_index(name) < own for name in names)
 
     def _policy(self, names: list[str]) -> Policy:
         """The configured policy. names: the main layers, in order; one without an indexer uses the list of
@@ -187,11 +201,19 @@ class SparseWorkerHalf(WorkerHalf):
             self._arena = None
 
     def _forget(self, epoch: int) -> None:
+        """On a thread: to unpin hundreds of GiB takes long, and no step waits for it."""
         kept = self._kept.pop(epoch, None)
-        if kept is not None:
-            arena, unpin = kept
+        if kept is None:
+            return
+        arena, unpin = kept
+
+        def undo() -> None:
             unpin()
             arena.close()
+
+        thread = threading.Thread(target=undo, name="kvsieve-unpin", daemon=True)
+        thread.start()
+        self._unpinning = [t for t in self._unpinning if t.is_alive()] + [thread]
 
     @property
     def _sparse(self) -> SparseRuntime:
