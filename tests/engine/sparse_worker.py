@@ -97,19 +97,27 @@ class Worker:
         self.half.results()
 
     def save(self, block: int, slot: int) -> StepOrders:
-        """Orders to copy one block of all KV groups."""
-        groups = len(self.cache.kv_cache_groups)
-        return StepOrders(saves=[SaveOrder(job=slot, slot=slot, pages=((block,),) * groups)])
+        """Orders to copy a block: in KV group g, `block + g`."""
+        groups = range(len(self.cache.kv_cache_groups))
+        pages = tuple((block + group,) for group in groups)
+        return StepOrders(saves=[SaveOrder(job=slot, slot=slot, pages=pages)])
 
     def swap_in(self, layer: int, positions: list[int], blocks: int = 15) -> torch.Tensor:
-        """Rows of these positions for the first request of the batch: uint8 [positions, ROW_BYTES]."""
+        """Where the rows of these positions are for the first request of the batch: int64 [positions]."""
         name = f"layers.{layer}.attn"
         topk = torch.full((1, self.plan.topk), -1, dtype=torch.int32)
         topk[0, : len(positions)] = torch.tensor(positions, dtype=torch.int32)
         table = torch.zeros(1, blocks, dtype=torch.int32)
         rows, _ = self.runtime.layers[name].swap_in(topk, table, BLOCK)
-        found = rows[0, : len(positions)].long()
-        return self.caches[name][found // BLOCK, found % BLOCK]
+        return rows[0, : len(positions)].long()
+
+    def rows(self, layer: int, found: torch.Tensor) -> torch.Tensor:
+        """What is there: uint8 [positions, ROW_BYTES]."""
+        return self.caches[f"layers.{layer}.attn"][found // BLOCK, found % BLOCK]
+
+    def read(self, layer: int, positions: list[int]) -> torch.Tensor:
+        """swap_in and rows."""
+        return self.rows(layer, self.swap_in(layer, positions))
 
 
 def forward(finished: tuple[str, ...] = (), /, **batch: tuple[int, int]) -> dict[str, Any]:

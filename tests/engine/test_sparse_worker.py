@@ -87,22 +87,20 @@ def backed(epoch: int, *blocks: tuple[int, int], name: str = "a", first: int = 2
     )
 
 
-def saved(worker: Worker, client: StoreClient, attachment: Attachment) -> tuple[int, dict[int, torch.Tensor]]:
-    """A slot to which block 5 of all groups was copied, and what its main layers hold; on the GPU, something
-    else is in the block now."""
+def saved(worker: Worker, client: StoreClient, attachment: Attachment) -> tuple[int, list[torch.Tensor]]:
+    """A slot to which a block was copied, and what each main layer had in it; the GPU has it no more."""
     (ref,) = client.take_credits(1, epoch=attachment.epoch)
-    rows: dict[int, torch.Tensor] = {}
-    for layer in range(LAYERS):
-        # All main groups have the same place in a block: here, the same rows.
-        rows[layer] = torch.randint(256, worker.caches["layers.0.attn"][5].shape, dtype=torch.uint8)
-        worker.caches[f"layers.{layer}.attn"][5] = rows[layer]
+    pages = [worker.caches[f"layers.{layer}.attn"][5 + layer] for layer in range(LAYERS)]
+    for page in pages:
+        page.random_(256)
     worker.step(worker.save(5, ref.slot))
     report = worker.half.report()
     assert report is not None
     assert report.saved == {ref.slot: 1}
-    held = worker.caches["layers.0.attn"][5].clone()
-    worker.caches["layers.0.attn"][5] = 0xFF
-    return ref.slot, dict.fromkeys(range(LAYERS), held)
+    rows = [page.clone() for page in pages]
+    for page in pages:
+        page.fill_(0xFF)
+    return ref.slot, rows
 
 
 # Orders
@@ -128,9 +126,10 @@ def test_what_was_saved_is_read_back_through_the_hot_buffer(worker: Worker, atta
     worker.step(StepOrders(attachment=attachment))
     slot, rows = saved(worker, client, attachment)
     worker.step(backed(attachment.epoch, (1, slot)), a=(200, 1))
+    # Layers of different groups share the pool's memory: one must not write to another's hot blocks.
+    found = [worker.swap_in(layer, [BLOCK + 3, BLOCK, 2 * BLOCK - 1]) for layer in range(LAYERS)]
     for layer in range(LAYERS):
-        positions = [BLOCK + 3, BLOCK, 2 * BLOCK - 1]
-        assert torch.equal(worker.swap_in(layer, positions), rows[layer][[3, 0, BLOCK - 1]])
+        assert torch.equal(worker.rows(layer, found[layer]), rows[layer][[3, 0, BLOCK - 1]])
 
 
 def test_a_request_that_ends_and_starts_anew_in_one_step_has_new_tables(worker: Worker, attach: Any) -> None:
@@ -193,9 +192,9 @@ def test_an_arena_is_read_and_locked_until_its_epoch_is_forgotten(worker: Worker
     worker.step(backed(attachment.epoch, (0, slot)), a=(200, 1))
     worker.step(StepOrders(detach=True), a=(201, 1))
     assert is_locked(attachment.lock_path)
-    assert torch.equal(worker.swap_in(0, [9]), rows[0][[9]])
+    assert torch.equal(worker.read(0, [9]), rows[0][[9]])
     worker.step(StepOrders(host_blocks=[HostBlocks("a", attachment.epoch, ((1, slot),))]), a=(202, 1))
-    assert torch.equal(worker.swap_in(1, [BLOCK + 9]), rows[1][[9]])
+    assert torch.equal(worker.read(1, [BLOCK + 9]), rows[1][[9]])
     worker.step(StepOrders(host_ended=["a"]))
     assert is_locked(attachment.lock_path)
     worker.step(StepOrders(forget_epochs=[attachment.epoch]))
@@ -227,14 +226,14 @@ def test_requests_read_the_arenas_of_two_sessions(worker: Worker, attach: Any) -
     worker.caches["layers.0.attn"][5] = 7
     worker.step(worker.save(5, ref.slot))
     worker.step(StepOrders(host_blocks=[HostBlocks("a", second.epoch, ((1, ref.slot),))]), a=(202, 1))
-    found = worker.swap_in(0, [0, BLOCK])
+    found = worker.read(0, [0, BLOCK])
     assert torch.equal(found[0], rows[0][0])
     assert found[1].eq(7).all()
     worker.step(StepOrders(host_ended=["a"], forget_epochs=[first.epoch]))
     assert not is_locked(first.lock_path)
     assert is_locked(second.lock_path)
     worker.step(backed(second.epoch, (0, ref.slot), name="b", first=40), b=(200, 1))
-    assert worker.swap_in(0, [0]).eq(7).all()
+    assert worker.read(0, [0]).eq(7).all()
 
 
 def test_blocks_of_an_arena_that_nobody_has_mapped_are_refused(worker: Worker, attach: Any) -> None:

@@ -202,7 +202,7 @@ def test_layers_that_are_not_host_backed_take_the_stock_path() -> None:
 
 
 def _recorded(calls: list[tuple[str, int]]) -> Any:
-    """Kernels that note (name, address of the first page, or of the layer's rows)."""
+    """Kernels that note (name, address of the first page, or offset of the layer)."""
 
     def wrap(kernels: KernelSet) -> KernelSet:
         def fetch(staging: Any, addresses: Any, n_blocks: int) -> None:
@@ -219,11 +219,23 @@ def _recorded(calls: list[tuple[str, int]]) -> Any:
     return wrap
 
 
+def _record_attention(impl: Any, offset: int, calls: list[tuple[str, int]]) -> None:
+    attend = impl._attend_rows
+
+    def attend_rows(*args: Any) -> Any:
+        calls.append(("attend", offset))
+        return attend(*args)
+
+    impl._attend_rows = attend_rows
+
+
 def test_pages_are_fetched_one_context_ahead_and_once(face: str) -> None:
     calls: list[tuple[str, int]] = []
     scene = Scene(face, workspace_blocks=8, kernels=_recorded(calls))
     scene.start("a", 7 * scene.block, matched=5)
     scene.start("b", 6 * scene.block, matched=4)
+    for impl, cache in zip(scene.impls, scene.caches, strict=True):
+        _record_attention(impl, cache.layer_offset, calls)
     for _ in range(2):
         calls.clear()
         scene.step(prefills={"a": 3, "b": 2})
@@ -235,6 +247,7 @@ def test_pages_are_fetched_one_context_ahead_and_once(face: str) -> None:
             expected.append(("gather", offset))
             if following is not None:
                 expected.append(("fetch", following[0]))
+            expected.append(("attend", offset))
         assert calls == expected
 
 
