@@ -43,6 +43,8 @@ from tests.gpu.test_cache_mode import arena_ready
 Engine = Callable[..., AbstractContextManager[Any]]
 
 LENGTHS = [3000, 9000, 20_000]
+SHORT_LENGTHS = [70, 600, 1900]
+"""Prompts that are never host-backed: all their blocks stay on the GPU."""
 STEPS = 96
 """Decoded tokens of each request: one or two blocks of 64 fill."""
 STOCK_RUNS = 4
@@ -86,17 +88,18 @@ class Reference:
         return self.alone + self.cached + self.mixed
 
 
-_references: dict[str, Reference] = {}
+_references: dict[tuple[str, int], Reference] = {}
 
 
 @pytest.fixture
-def reference(tiny_dsa: Path, gpu_engine: Engine) -> Callable[[str], Reference]:
-    """reference(case): measured once per session."""
+def reference(tiny_dsa: Path, gpu_engine: Engine) -> Callable[..., Reference]:
+    """reference(case, lengths of the prompts): measured once per session."""
 
-    def measure(case: str) -> Reference:
-        if case not in _references:
+    def measure(case: str, lengths: list[int] = LENGTHS) -> Reference:
+        key = case, lengths[0]
+        if key not in _references:
             with gpu_engine(tiny_dsa, **_arguments(case)) as llm:
-                prompts = [tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+                prompts = [tokens(length, seed) for seed, length in enumerate(lengths)]
                 tasks = continued(llm, prompts, STEPS)
                 found = Reference(tasks, [], [], [])
                 for number in range(STOCK_RUNS):
@@ -106,8 +109,8 @@ def reference(tiny_dsa: Path, gpu_engine: Engine) -> Callable[[str], Reference]:
                         found.cached.append(one_by_one(llm, tasks))
                     assert llm.reset_prefix_cache()
                     found.mixed.append(together(llm, tasks))
-                _references[case] = found
-        return _references[case]
+                _references[key] = found
+        return _references[key]
 
     return measure
 
@@ -153,6 +156,23 @@ def test_logits_are_as_near_to_stock_as_stock_is_to_itself(
     _tell(case, results, squeeze.shares, rows)
     assert min(squeeze.shares) > 0.8
     assert rows["missed_rows"] > 0
+    assert rows["unplaced_rows"] == 0
+    assert all(result.alike for result in results.values())
+
+
+def test_short_prompts_are_read_on_the_gpu(
+    reference: Callable[..., Reference], sparse: Any, big_store: StoreProcess
+) -> None:
+    stock = reference("fp8-full", SHORT_LENGTHS)
+    with sparse("fp8-full", big_store) as llm:
+        mixed = together(llm, stock.tasks)
+        seals_done(llm)
+        assert llm.reset_prefix_cache()
+        alone = one_by_one(llm, stock.tasks)
+        rows = row_counts(llm)
+    results = {"all at once": compare(mixed, stock.any), "one by one": compare(alone, stock.any)}
+    _tell("short", results, [], rows)
+    assert rows["gpu_rows"] > 0
     assert rows["unplaced_rows"] == 0
     assert all(result.alike for result in results.values())
 
