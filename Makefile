@@ -1,7 +1,7 @@
 # The project's commands. Each sets up what it needs in .venv; `make help` lists them.
 
 PYTHON ?= python3.11
-# Of a GPU host where `pip install 'kvsieve[gpu]'` and a CUDA build of vLLM >= 0.33 are done already.
+# Of a GPU host where `pip install '.[gpu]'` and a CUDA build of vLLM >= 0.33 are done already.
 GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

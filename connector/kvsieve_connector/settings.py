@@ -64,6 +64,8 @@ def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     """
     known = ConnectorSettings.model_fields
     given = {k.removeprefix(PREFIX): v for k, v in extra.items() if k.startswith(PREFIX)}
+    for key in extra.keys() & known.keys():
+        raise ValueError(f"kv_connector_extra_config: unknown key {key}; did you mean {PREFIX}{key}?")
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)

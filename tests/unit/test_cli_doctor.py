@@ -270,3 +270,29 @@ def test_report(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     outcome = run(*flags, "--format", "json")
     assert outcome.code == 1
     assert {f["check"]: f["level"] for f in outcome.json}["plugin"] == "fail"
+
+
+@pytest.mark.parametrize(
+    ("packages", "environ", "found"),
+    [
+        ({}, {}, "not looked at"),
+        ({"vllm": "0.32.0+cpu"}, {}, "vllm>=0.33 with CUDA, CuPy"),
+        ({"vllm": "0.33.0", "cupy-cuda12x": "14.0"}, {}, "vLLM and CuPy are there"),
+        (
+            {"vllm": "0.33.0", "cupy": "14.0"},
+            {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+            "VLLM_USE_V2_MODEL_RUNNER unset instead of 0",
+        ),
+    ],
+)
+def test_what_sparse_mode_lacks_is_said_and_is_no_failure(
+    packages: dict[str, str], environ: dict[str, str], found: str
+) -> None:
+    def version(name: str) -> str:
+        if name not in packages:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return packages[name]
+
+    finding = checks.sparse(environ, version)
+    assert finding.level is Level.OK
+    assert found in finding.found

@@ -9,6 +9,7 @@ import pytest
 
 from kvsieve_connector.sparse.check import check_config, check_layers
 from tests.engine.sparse_vllm import plan_cache, sparse_plan, vllm_config
+from tests.unit.test_sparse_plan import engine as plan_engine
 
 
 def cache(plan: Any = None, layout: str = "BLHNC") -> Any:
@@ -18,10 +19,11 @@ def cache(plan: Any = None, layout: str = "BLHNC") -> Any:
 
 
 def engine(**changes: Any) -> Any:
-    return SimpleNamespace(
-        use_v2_model_runner=changes.get("v2", True),
-        parallel_config=SimpleNamespace(use_ubatching=changes.get("ubatching", False)),
-    )
+    hot_rows = changes.get("hot_rows")
+    config = plan_engine({"kvsieve.hot_rows": hot_rows} if hot_rows else None, hf=changes.get("hf", {}))
+    config.use_v2_model_runner = changes.get("v2", True)
+    config.parallel_config = SimpleNamespace(use_ubatching=changes.get("ubatching", False))
+    return config
 
 
 def test_a_dsa_model_as_planned_is_accepted() -> None:
@@ -31,7 +33,9 @@ def test_a_dsa_model_as_planned_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("changes", "planned", "message"),
     [
-        ({"v2": False}, {}, "V2 model runner"),
+        ({"v2": False}, {}, "V2 model runner, .*VLLM_USE_V2_MODEL_RUNNER=not set"),
+        ({"v2": False, "hf": {"index_topk": 0}}, {}, "is for models with DeepSeek sparse attention"),
+        ({"v2": False, "hot_rows": 10}, {}, "hot_rows: 10 given"),
         ({"ubatching": True}, {}, "--enable-dbo"),
         ({}, {"layout": "LBNHC"}, "layout BLHNC, this engine has LBNHC"),
         ({}, {"plan": None}, "no layer is host-backed: .* FLASHMLA_SPARSE"),

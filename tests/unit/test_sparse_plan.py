@@ -47,7 +47,7 @@ def test_rows_of_sixteen_bits_are_as_wide_as_the_latent() -> None:
 
 def test_speculative_tokens_need_rows_of_their_own() -> None:
     assert plan(speculative=1).hot_rows == 2 * 3072
-    with pytest.raises(ValueError, match=r"hot_rows: 3072 rows .* 4096 to 32704"):
+    with pytest.raises(ValueError, match=r"hot_rows: 3072 given .* 4096 to 32704"):
         plan({"kvsieve.hot_rows": 3072}, speculative=1)
 
 
@@ -80,8 +80,8 @@ def test_hot_rows_are_whole_blocks() -> None:
 @pytest.mark.parametrize(
     ("extra", "changes", "message"),
     [
-        ({"kvsieve.hot_rows": 2047 - 64}, {}, "1984 rows .* 2048 to 32704 allowed"),
-        ({"kvsieve.hot_rows": 32705}, {}, "32768 rows"),
+        ({"kvsieve.hot_rows": 2047 - 64}, {}, "1983 given .1984 in whole .* 2048 to 32704 allowed"),
+        ({"kvsieve.hot_rows": 32705}, {}, "32705 given .32768 in"),
         ({"kvsieve.hot_rows": 0}, {}, "hot_rows: .*greater than or equal to 1"),
         ({"kvsieve.window_blocks": 0}, {}, "window_blocks"),
         ({"kvsieve.save_decode": False}, {}, "save_decode=false given"),
@@ -124,3 +124,5 @@ def test_tables_hold_what_the_pool_can() -> None:
 def test_the_mode_is_one_that_exists() -> None:
     with pytest.raises(ValueError, match=r"kvsieve\.mode: Input should be 'cache' or 'sparse'"):
         parse_settings({"kvsieve.mode": "fast"})
+    with pytest.raises(ValueError, match=r"unknown key mode; did you mean kvsieve\.mode\?"):
+        parse_settings({"mode": "sparse"})

@@ -57,7 +57,7 @@ def way_of(largest: int, alignment: int) -> Way:
     if find_spec("cupy") is None:
         logger.warning(
             "kvsieve: CuPy is not installed, so pieces of %d bytes are copied by DMA, which is slower: "
-            "pip install 'kvsieve[gpu]'",
+            "pip install cupy-cuda13x",
             largest,
         )
         return by_dma

@@ -18,7 +18,7 @@ def _cupy() -> Any:
         return import_module("cupy")
     except ImportError as error:
         raise ImportError(
-            f"the sparse mode's CUDA kernels need CuPy ({error}): pip install 'kvsieve[gpu]'"
+            f"the sparse mode's CUDA kernels need CuPy ({error}): pip install cupy-cuda13x"
         ) from error
 
 

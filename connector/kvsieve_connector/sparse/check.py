@@ -6,9 +6,13 @@ error. So each is looked at before the first request.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
+import vllm
+
 from kvsieve_connector.geometry import layer_specs
+from kvsieve_connector.sparse.plan import SparsePlan
 from kvsieve_connector.sparse.spec import HostBackedMLASpec
 
 if TYPE_CHECKING:
@@ -18,10 +22,12 @@ if TYPE_CHECKING:
 
 def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Checks what both halves know. Raises ValueError, which says what to change."""
+    SparsePlan.of_config(vllm_config)  # the model and the settings first: they are what a user chose
     if not getattr(vllm_config, "use_v2_model_runner", False):
         raise ValueError(
-            "kvsieve: sparse mode needs vLLM's V2 model runner (vllm >= 0.33 on CUDA); unset "
-            "VLLM_USE_V2_MODEL_RUNNER, and serve without the features that it lacks"
+            f"kvsieve: sparse mode needs vLLM's V2 model runner, of vllm >= 0.33 on CUDA; this is vllm "
+            f"{vllm.__version__}, and it has chosen the V1 runner (VLLM_USE_V2_MODEL_RUNNER="
+            f"{os.environ.get('VLLM_USE_V2_MODEL_RUNNER', 'not set')}, or a feature that V2 lacks)"
         )
     if getattr(vllm_config.parallel_config, "use_ubatching", False):
         raise ValueError(

@@ -99,9 +99,9 @@ class SparsePlan:
         hot_blocks = -(-rows // block)
         if not least <= hot_blocks * block <= MAX_HOT_ROWS:
             raise ValueError(
-                f"kvsieve: {PREFIX}hot_rows: {hot_blocks * block} rows (whole blocks of {block}) given, "
-                f"{least} to {MAX_HOT_ROWS} allowed: at least index_topk {topk} for each of {query_tokens} "
-                "tokens of a step"
+                f"{PREFIX}hot_rows: {rows} given ({hot_blocks * block} in whole blocks of {block}), {least} "
+                f"to {MAX_HOT_ROWS} allowed: at least index_topk {topk} times the tokens of a step, "
+                f"{query_tokens}; without the setting it is {least + least // 2}"
             )
         return SparsePlan(
             block_tokens=block,
@@ -152,7 +152,7 @@ def _row_bytes(vllm_config: VllmConfig, config: Any) -> int:
     """Bytes of a main layer's row, as far as the configuration tells; to_host_backed() holds it against what
     the attention backend has chosen."""
     given = str(vllm_config.cache_config.cache_dtype)
-    if given.startswith("fp8"):
+    if given in ("fp8", "fp8_ds_mla"):
         return PACKED_ROW_BYTES
     dtype = vllm_config.model_config.dtype if given == "auto" else getattr(torch, given, None)
     if not isinstance(dtype, torch.dtype) or dtype.itemsize < 2:

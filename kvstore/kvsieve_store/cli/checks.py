@@ -25,6 +25,10 @@ from kvsieve_store.settings import StoreSettings
 from kvsieve_store.sizes import size
 
 VLLM_MIN, VLLM_BELOW = (0, 32), (0, 34)
+SPARSE_VLLM_MIN = (0, 33)
+CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+SPARSE_UNSET = {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_KV_CACHE_LAYOUT": "BLHNC"}
+"""Variables that stand in sparse mode's way, unless they have this value."""
 """Supported versions of vLLM: from the first, below the second."""
 
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "kvsieve"
@@ -210,6 +214,33 @@ def vllm(version: Version = importlib.metadata.version) -> Finding:
     return Finding(
         "vllm", Level.FAIL, f"{installed}; {supported} supported", f"pip install 'vllm{supported}'"
     )
+
+
+def sparse(environ: Mapping[str, str], version: Version = importlib.metadata.version) -> Finding:
+    """What sparse mode needs of the engine's environment: a hint, because other modes need none of it."""
+    wanted = []
+    try:
+        numbers = tuple(int(n) for n in version("vllm").split("+")[0].split(".")[:2] if n.isdigit())
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("sparse", Level.OK, "not looked at: no vLLM here")
+    if numbers < SPARSE_VLLM_MIN:
+        wanted.append(f"vllm>={_dotted(SPARSE_VLLM_MIN)} with CUDA")
+    if not any(_installed(name, version) for name in CUPY):
+        wanted.append(f"CuPy (pip install {CUPY[0]})")
+    for name, value in SPARSE_UNSET.items():
+        if environ.get(name, value) != value:
+            wanted.append(f"{name} unset instead of {environ[name]}")
+    if wanted:
+        return Finding("sparse", Level.OK, "no sparse mode here: it needs " + ", ".join(wanted))
+    return Finding("sparse", Level.OK, "vLLM and CuPy are there")
+
+
+def _installed(name: str, version: Version) -> bool:
+    try:
+        version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _dotted(version: Iterable[int]) -> str:

@@ -53,6 +53,7 @@ def doctor(
         checks.numa(settings.numa_node),
         checks.vllm(),
         checks.plugin(os.environ),
+        checks.sparse(os.environ),
         checks.hashes(os.environ),
     ]
     if form is Format.JSON:
