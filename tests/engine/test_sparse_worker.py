@@ -31,6 +31,7 @@ from tests.engine.sparse_worker import (
     forward,
     is_locked,
 )
+from tests.protocol.client_stores import until
 
 Session = tuple[StoreClient, Attachment]
 
@@ -198,7 +199,7 @@ def test_an_arena_is_read_and_locked_until_its_epoch_is_forgotten(worker: Worker
     worker.step(StepOrders(host_ended=["a"]))
     assert is_locked(attachment.lock_path)
     worker.step(StepOrders(forget_epochs=[attachment.epoch]))
-    assert not is_locked(attachment.lock_path)
+    until(lambda: not is_locked(attachment.lock_path))
 
 
 def test_saves_fail_between_two_sessions(worker: Worker, attach: Any) -> None:
@@ -230,7 +231,7 @@ def test_requests_read_the_arenas_of_two_sessions(worker: Worker, attach: Any) -
     assert torch.equal(found[0], rows[0][0])
     assert found[1].eq(7).all()
     worker.step(StepOrders(host_ended=["a"], forget_epochs=[first.epoch]))
-    assert not is_locked(first.lock_path)
+    until(lambda: not is_locked(first.lock_path))
     assert is_locked(second.lock_path)
     worker.step(backed(second.epoch, (0, ref.slot), name="b", first=40), b=(200, 1))
     assert worker.read(0, [0]).eq(7).all()
