@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import StoreProcess
+from tests.engine.conftest import ENGINE_ARGS
 from tests.engine.generate import Answer, connector_of, counters, generate, prompt, seals_done
 
 Engine = Callable[..., AbstractContextManager[Any]]
@@ -45,17 +46,25 @@ def one_by_one(llm: Any) -> list[Answer]:
     return [generate(llm, [ids])[0] for ids in PROMPTS]
 
 
+def together(llm: Any) -> list[Answer]:
+    """Answers to the prompts in one batch. Which chunks share a step depends on when the store answers each
+    match, and so does the rounding: for float32 only, where that stays below ROUNDING."""
+    return generate(llm, PROMPTS)
+
+
 @pytest.mark.parametrize(("model", "block", "args"), MODELS)
 def test_a_second_engine_loads_what_the_first_saved(
     model: str, block: int, args: dict[str, Any], engine: Engine, store: StoreProcess, request: Any
 ) -> None:
     path: Path = request.getfixturevalue(model)
+    dtype = (ENGINE_ARGS[model.replace("_", "-")] | args)["dtype"]
+    ask = together if dtype == "float32" else one_by_one
     with engine(path, **args) as llm:
-        plain = generate(llm, PROMPTS)
+        plain = ask(llm)
         # From the engine's own prefix cache, where it has one: the same chunks and batches as from the store.
         warm, again = one_by_one(llm), one_by_one(llm)
     with engine(path, store.endpoint, **args) as llm:
-        saved = generate(llm, PROMPTS)
+        saved = ask(llm)
         seals_done(llm)
     with engine(path, store.endpoint, disable_log_stats=False, **args) as llm:
         loaded = one_by_one(llm)
