@@ -122,14 +122,6 @@ class EngineProcess:
         self._process.kill()
         self._process.join()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _receive(self, limit: float) -> Any:
         what = f"{self.spec.name}: no answer in {limit:.0f} s"
         with contextlib.suppress(EOFError):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,15 +151,3 @@ def connect(store: StoreProcess, worker: Worker) -> StoreClient:
     client.start()
     client.wait_attached(20)
     return client
-
-
-def is_locked(path: str) -> bool:
-    """Whether some process holds the session's lock, as the store finds out."""
-    fd = os.open(path, os.O_RDWR)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False

@@ -29,9 +29,8 @@ from tests.engine.sparse_worker import (
     connect,
     engine_config,
     forward,
-    is_locked,
 )
-from tests.protocol.client_stores import until
+from tests.protocol.client_stores import is_locked, until
 
 Session = tuple[StoreClient, Attachment]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import shutil
 import tempfile
 import threading
@@ -53,6 +55,18 @@ def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.01)
+
+
+def is_locked(path: str) -> bool:
+    """Whether some process holds the session's lock, as the store finds out."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def write_chain(client: StoreClient, keys: Sequence[bytes]) -> list[SlotRef]:

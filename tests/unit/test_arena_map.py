@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from kvsieve_store.client import ArenaMap, Attachment
 from kvsieve_store.errors import InvalidRequestError, UnavailableError
 from kvsieve_store.protocol.layout import HEADER_LAYERS_DONE, ExtentLayout
+from tests.protocol.client_stores import is_locked
 
 EXTENT = 64 << 10
 LAYOUT = ExtentLayout.of(EXTENT, 8192)
@@ -60,18 +61,6 @@ def make(tmp_path: Path) -> Callable[..., Attachment]:
 
 def arena_bytes(attachment: Attachment) -> bytes:
     return b"".join(Path(path).read_bytes() for path, _ in attachment.segments)
-
-
-def is_locked(path: str) -> bool:
-    """Whether some process holds the lock, as the store finds out."""
-    fd = os.open(path, os.O_RDWR)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsieve_connector.copy.pinning import Chunk, Pinning, Progress, chunks, failure
+from tests.protocol.client_stores import until
 
 EXTENT = 4096
 GIB = 1 << 30
@@ -50,15 +50,6 @@ def segments(*extents: int) -> list[np.ndarray]:
     return [np.zeros(n * EXTENT, np.uint8) for n in extents]
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    tick = threading.Event()
-    for _ in range(3000):
-        if condition():
-            return
-        tick.wait(0.01)
-    pytest.fail("the thread did not get there")
-
-
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5),
     chunk_bytes=st.integers(1, 50 * EXTENT),
@@ -83,7 +74,7 @@ def test_an_arena_is_pinned_on_a_thread_and_given_back() -> None:
     registrar = NotingRegistrar()
     arena = segments(3, 1)
     pinning = Pinning(b"i", arena, EXTENT, registrar)
-    eventually(lambda: pinning.done)
+    until(lambda: pinning.done)
     assert registrar.registered == {int(s.ctypes.data): s.nbytes for s in arena}
     pinning.undo()
     assert registrar.registered == {}
@@ -100,7 +91,7 @@ def test_undo_waits_for_the_chunk_under_way_and_pins_no_other() -> None:
     assert registrar.first.wait(30)
     undoing = threading.Thread(target=pinning.undo)
     undoing.start()
-    eventually(pinning._stop.is_set)
+    until(pinning._stop.is_set)
     assert not pinning.done
     gate.set()
     undoing.join(30)
@@ -112,7 +103,7 @@ def test_undo_waits_for_the_chunk_under_way_and_pins_no_other() -> None:
 def test_a_refused_chunk_gives_the_others_back() -> None:
     registrar = NotingRegistrar(errors={3: 2})
     pinning = Pinning(b"i", segments(1, 1, 1, 1), EXTENT, registrar)
-    eventually(lambda: pinning.error is not None and not registrar.registered)
+    until(lambda: pinning.error is not None and not registrar.registered)
     assert not pinning.done
     assert "cudaErrorMemoryAllocation (2)" in str(pinning.error)
     assert registrar.calls == 3
@@ -123,9 +114,9 @@ def test_two_arenas_live_side_by_side() -> None:
     registrar = NotingRegistrar()
     old, new = segments(2), segments(1)
     before = Pinning(b"old", old, EXTENT, registrar)
-    eventually(lambda: before.done)
+    until(lambda: before.done)
     after = Pinning(b"new", new, EXTENT, registrar)
-    eventually(lambda: after.done)
+    until(lambda: after.done)
     assert before.done
     assert len(registrar.registered) == 2
     before.undo()

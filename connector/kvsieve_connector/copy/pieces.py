@@ -14,6 +14,8 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.logger import init_logger
 
+from kvsieve_connector.device import upload
+
 logger = init_logger("vllm.kvsieve")
 
 KERNEL_BYTES = 512 << 10
@@ -78,11 +80,7 @@ def by_kernel(pieces: Pieces, device: torch.device) -> None:
     from kvsieve_connector.kernels.copy_blocks import copy_pieces
 
     copy_pieces(
-        _on(device, pieces.sources, torch.int64),
-        _on(device, pieces.targets, torch.int64),
-        _on(device, pieces.sizes, torch.int32),
+        upload(pieces.sources, torch.int64, device),
+        upload(pieces.targets, torch.int64, device),
+        upload(pieces.sizes, torch.int32, device),
     )
-
-
-def _on(device: torch.device, numbers: list[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

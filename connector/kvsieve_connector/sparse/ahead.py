@@ -5,12 +5,12 @@ Forks and joins are in stream order only, so that they are captured into CUDA gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from kvsieve_connector.device import beside
 from kvsieve_connector.sparse.prefetch import Policy
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ class Prefetcher:
         launches = layer in self._after or layer in self._margins
         if not launches or layer == len(self._caches) - 1:  # no swap-in follows that would join
             return
-        with self._beside():
+        self._running = True
+        with beside(self._stream):
             for target in self._after.get(layer, ()):
                 self._kernels.prefetch(self._caches[target], self._tables.requests, lists)
             for target, margin in self._margins.get(layer, ()):
@@ -90,13 +91,3 @@ class Prefetcher:
         """Table slot of each batch row, the last one for padding, too."""
         slots = self._tables.requests.row_slot[:requests].long()
         return torch.where(slots < 0, self._tables.sizes.slots, slots)
-
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        self._running = True
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvsieve_connector.device import upload
 from kvsieve_connector.kernels.swap_in import LayerCache
 from kvsieve_connector.sparse.ahead import Prefetcher
 from kvsieve_connector.sparse.prefetch import Policy
@@ -148,6 +149,8 @@ class SparseRuntime:
         self.prefetcher = Prefetcher(policy, list(caches.values()), tables, kernels, plan.topk)
         self.warm = WarmStarts(list(caches.values()), tables, kernels) if policy.warm_start else None
         self._batch: Sequence[BatchRow] = ()
+        self.reads_host = False
+        """Whether some request of the batch has blocks that only the arena holds."""
         self._groups: tuple[int, list[PrefillGroup]] | None = None
         self.staging = Staging(
             list(caches.values()), tables, kernels, capacity=-(-workspace_rows // plan.block_tokens)
@@ -162,16 +165,12 @@ class SparseRuntime:
     def begin(self, batch: Sequence[BatchRow]) -> None:
         """The next forward computes this batch, in row order; tables are brought up to date for it."""
         self._batch, self._groups = batch, None
+        self.reads_host = any(self.tables.has_pages(row.req_id) for row in batch)
         self.tables.set_rows([row.req_id for row in batch])
         self.tables.flush()
         if self.warm is not None:
             self.warm.fetch()
         self.staging.reset()
-
-    @property
-    def reads_host(self) -> bool:
-        """Whether some request of the batch has blocks that only the arena holds."""
-        return any(self.tables.has_pages(row.req_id) for row in self._batch)
 
     def prefill_groups(self, first: int) -> list[PrefillGroup]:
         """The batch's requests from row `first` on, in groups that fit the workspace."""
@@ -210,12 +209,9 @@ class SparseRuntime:
         lengths = [row.computed + row.scheduled for row in members]
         starts = [sum(lengths[:i]) for i in range(len(members))]
         slots = [self.tables.slot(row.req_id) for row in members]
-        table = torch.tensor(
-            [slots, starts, lengths, [row.scheduled for row in members]],
-            dtype=torch.int32,
-            pin_memory=self._device.type == "cuda",
-        ).to(self._device, non_blocking=True)
-        tokens = sum(row.scheduled for row in members)
+        scheduled = [row.scheduled for row in members]
+        table = upload([slots, starts, lengths, scheduled], torch.int32, self._device)
+        tokens = sum(scheduled)
         token_starts = torch.repeat_interleave(table[1], table[3], output_size=tokens)
         return PrefillGroup(
             number,

@@ -6,12 +6,12 @@ indexer's page, and frees a request's old blocks. What is really freed, and when
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
+from kvsieve_connector.geometry import layer_specs
 from kvsieve_connector.sparse.plan import SparsePlan
 
 if TYPE_CHECKING:
@@ -77,14 +77,11 @@ def to_host_backed(spec: MLAAttentionSpec, plan: SparsePlan) -> HostBackedMLASpe
 
 def main_groups(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
     """Indices of the KV groups of host-backed layers, in order."""
-    groups = enumerate(kv_cache_config.kv_cache_groups)
-    return tuple(i for i, group in groups if is_host_backed(group.kv_cache_spec))
-
-
-def is_host_backed(spec: KVCacheSpec) -> bool:
-    """Of a layer or of a group; workers know a group's spec as one that holds its layers'."""
-    layers: Iterable[KVCacheSpec] = getattr(spec, "kv_cache_specs", {"": spec}).values()
-    return all(isinstance(layer, HostBackedMLASpec) for layer in layers)
+    return tuple(
+        index
+        for index, group in enumerate(kv_cache_config.kv_cache_groups)
+        if all(isinstance(spec, HostBackedMLASpec) for _, spec in layer_specs(group))
+    )
 
 
 def _shape(spec: KVCacheSpec) -> tuple[int, ...] | None:

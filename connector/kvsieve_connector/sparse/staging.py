@@ -7,13 +7,13 @@ among it, is written only when the layer runs, so only the arena's pages are sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from kvsieve_connector.device import beside, upload
 from kvsieve_connector.sparse.tables import HostTables
 
 if TYPE_CHECKING:
@@ -67,12 +67,10 @@ class Staging:
                 addresses.append(address)
         if not addresses:
             return None
-        pinned = self._device.type == "cuda"
-        where = torch.tensor(addresses, dtype=torch.int64, pin_memory=pinned)
-        if pinned:
+        if self._device.type == "cuda":
             places = places.pin_memory()
         return StagedContexts(
-            places.to(self._device, non_blocking=True), where.to(self._device, non_blocking=True)
+            places.to(self._device, non_blocking=True), upload(addresses, torch.int64, self._device)
         )
 
     def take(self, layer: int, contexts: StagedContexts) -> torch.Tensor:
@@ -96,15 +94,6 @@ class Staging:
         self._turn ^= 1
         if self._stream is not None:
             contexts.addresses.record_stream(self._stream)
-        with self._beside():
+        with beside(self._stream):
             addresses = contexts.addresses + self._caches[layer].layer_offset
             self._kernels.fetch_pages(self._buffers[self._turn], addresses, FETCH_BLOCKS)
-
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield

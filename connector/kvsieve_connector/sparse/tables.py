@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvsieve_connector.device import upload
 from kvsieve_connector.kernels.tables import COUNTERS, RequestTables
 
 
@@ -153,30 +154,25 @@ class HostTables:
             self._write_pages()
         if self._rows != self._rows_on_device:
             rows = self._rows + [-1] * (self.sizes.rows - len(self._rows))
-            self.requests.row_slot.copy_(self._upload(rows, torch.int32), non_blocking=True)
+            self.requests.row_slot.copy_(upload(rows, torch.int32, self._device), non_blocking=True)
             self._rows_on_device = self._rows
 
     def _reset_slots(self) -> None:
-        slots = self._upload(list(self._new), torch.int64)
+        slots = upload(list(self._new), torch.int64, self._device)
         self.requests.page.index_fill_(0, slots, 0)
         self.tag.index_fill_(1, slots, -1)
         self.stamp.index_fill_(1, slots, 0)
         self.clock.index_fill_(1, slots, 0)
         ids = [[list(hot[group]) for hot in self._new.values()] for group in range(self.sizes.groups)]
-        self.requests.hot_blocks.index_copy_(1, slots, self._upload(ids, torch.int32))
+        self.requests.hot_blocks.index_copy_(1, slots, upload(ids, torch.int32, self._device))
         self._new.clear()
 
     def _write_pages(self) -> None:
-        entries = self._upload([list(column) for column in zip(*self._added, strict=True)], torch.int64)
+        entries = upload(
+            [list(column) for column in zip(*self._added, strict=True)], torch.int64, self._device
+        )
         slots, blocks, pages, addresses = entries.unbind()
         self.slot_of.view(self.sizes.layers, self.sizes.pages, -1).index_fill_(1, pages, -1)
         self.requests.page_addr.index_copy_(0, pages, addresses)
         self.requests.page.view(-1).index_copy_(0, slots * self.sizes.blocks + blocks, pages.to(torch.int32))
         self._added.clear()
-
-    def _upload(
-        self, values: list[int] | list[list[int]] | list[list[list[int]]], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """values on the device; pinned memory lives until the copy is done (torch's host allocator)."""
-        pinned = self._device.type == "cuda"
-        return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(self._device, non_blocking=True)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvsieve_connector.device import upload
+
 if TYPE_CHECKING:
     from kvsieve_connector.kernels.swap_in import LayerCache
     from kvsieve_connector.sparse.kernel_set import KernelSet
@@ -63,10 +65,7 @@ class WarmStarts:
             rows, slot = self._rows.pop(req_id, None), self._tables.slot(req_id)
             if rows is None or slot < 0:
                 continue
-            alone = replace(
-                self._tables.requests,
-                row_slot=torch.tensor([slot], dtype=torch.int32).to(rows.device, non_blocking=True),
-            )
+            alone = replace(self._tables.requests, row_slot=upload([slot], torch.int32, rows.device))
             for cache, parts in zip(self._caches, _parts(rows), strict=True):
                 for positions in parts:
                     self._kernels.prefetch(cache, alone, positions.unsqueeze(0))
