@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from bench.gpu.table import device as about_device
@@ -47,10 +48,13 @@ def measure(sizes: Sequence[int] = SIZES) -> Report:
 
 def _pieces(cache: torch.Tensor, arena: torch.Tensor, size: int) -> Pieces:
     """Pieces that lie apart in the cache, in no order, and one after another in the arena."""
-    pieces, count = Pieces(), TOTAL // size
-    for at, place in enumerate(torch.randperm(count, generator=torch.Generator().manual_seed(size)).tolist()):
-        pieces.add(cache.data_ptr() + 2 * place * size, arena.data_ptr() + at * size, size)
-    return pieces
+    count = TOTAL // size
+    places = np.random.default_rng(size).permutation(count)
+    return Pieces(
+        cache.data_ptr() + 2 * size * places,
+        arena.data_ptr() + size * np.arange(count),
+        np.full(count, size),
+    )
 
 
 def _launch(way: Way, pieces: Pieces, stream: torch.cuda.Stream, device: torch.device) -> None:

@@ -44,6 +44,7 @@ def run_gpu_engine(model: Path, endpoint: str | None = None, **args: Any) -> Ite
         "max_num_seqs": 8,
         "max_num_batched_tokens": 2048,
         "kv_cache_memory_bytes": 1 << 30,
+        "gpu_memory_utilization": 0.2,  # asked for, not taken: other tests may share the device
         "seed": 0,
         "skip_tokenizer_init": True,
     }

@@ -7,10 +7,11 @@ loads are refused, which costs only misses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from kvsieve_connector.copy.base import CopyEngine, LayerPages, LoadResult, SaveResult
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class Run:
     """Layers whose pages lie one after another both in a block of the paged cache and in a slot.
 
-    start: address of block 0's page of the first layer. stride: bytes between blocks. size: bytes of the run.
+    start: address of block 0's page of the first layer. stride: bytes between blocks of the cache. size:
+    bytes of the run in a page. offset: in a slot. group: KV group whose block ids name the pages. pages: in
+    one block of the store.
     """
 
     start: int
@@ -51,9 +54,9 @@ class _Batch:
         return self.begun.elapsed_time(self.done) / 1000
 
 
-def runs_of(layers: list[LayerPages]) -> list[_Run]:
+def runs_of(layers: list[LayerPages]) -> list[Run]:
     """Layers merged into runs: with a block-outermost layout, one per KV group; else one per layer."""
-    runs: list[_Run] = []
+    runs: list[Run] = []
     for layer in layers:
         start, stride, size = layer.view.data_ptr(), layer.view.stride(0), layer.page_bytes
         last = runs[-1] if runs else None
@@ -64,9 +67,9 @@ def runs_of(layers: list[LayerPages]) -> list[_Run]:
             and start == last.start + last.size
             and layer.offset == last.offset + last.size
         ):
-            runs[-1] = _Run(last.start, stride, last.size + size, last.offset, last.group, 1)
+            runs[-1] = Run(last.start, stride, last.size + size, last.offset, last.group, 1)
         else:
-            runs.append(_Run(start, stride, size, layer.offset, layer.group, layer.pages))
+            runs.append(Run(start, stride, size, layer.offset, layer.group, layer.pages))
     return runs
 
 
@@ -173,26 +176,38 @@ class CudaCopyEngine(CopyEngine):
         begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(stream):
             begun.record()
-            if pieces.sizes:
+            if pieces.sizes.size:
                 way(pieces, self._device)
             done.record()
         return _Batch(pieces.copied, begun, done)
 
-    def _pieces(self, runs: list[_Run], blocks: list[tuple[int, BlockPages]]) -> Pieces:
-        """Every run of every block, from the paged cache to the arena."""
+    def _pieces(self, runs: list[Run], blocks: list[tuple[int, BlockPages]]) -> Pieces:
         assert self._arena is not None
-        pieces = Pieces()
-        for slot, pages in blocks:
-            base = self._arena.address(slot)
-            for run in runs:
-                at = base + run.offset
-                for page in pages[run.group]:
-                    if page:  # 0: out of a sliding window, nobody reads it
-                        pieces.add(run.start + page * run.stride, at, run.size)
-                    at += run.size
-        return pieces
+        bases = [self._arena.address(slot) for slot, _ in blocks]
+        return pieces_of(runs, bases, [pages for _, pages in blocks])
 
 
-def _way(runs: list[_Run]) -> Way:
+def pieces_of(runs: Sequence[Run], bases: Sequence[int], blocks: Sequence[BlockPages]) -> Pieces:
+    """Every run of every block, from the paged cache to the arena. bases: addresses of the blocks' slots.
+
+    Page 0 is out of a sliding window: nobody reads it.
+    """
+    at = np.array(bases, np.int64).reshape(-1, 1)
+    pages = {
+        group: np.array([block[group] for block in blocks], np.int64).reshape(-1, count)
+        for group, count in {run.group: run.pages for run in runs}.items()
+    }
+    sources, targets, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for run in runs:
+        ids = pages[run.group]
+        there = ids != 0
+        into = at + (run.offset + run.size * np.arange(run.pages))
+        sources.append(run.start + ids[there] * run.stride)
+        targets.append(into[there])
+        sizes.append(np.full(len(sources[-1]), run.size))
+    return Pieces(np.concatenate(sources), np.concatenate(targets), np.concatenate(sizes))
+
+
+def _way(runs: list[Run]) -> Way:
     numbers = [n for run in runs for n in (run.start, run.stride, run.size, run.offset)]
     return way_of(max((run.size for run in runs), default=0), math.gcd(*numbers))

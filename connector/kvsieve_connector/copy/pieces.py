@@ -7,9 +7,12 @@ mapping and takes processors from the model.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm import _custom_ops as ops
 from vllm.logger import init_logger
@@ -25,23 +28,21 @@ KERNEL_BYTES = 512 << 10
 _KERNEL_ALIGN = 16
 
 
-@dataclass(slots=True)
+Numbers: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
 class Pieces:
-    """Pieces in no order: addresses to read and to write, and bytes of each."""
+    """Pieces in no order, int64 [n] each: addresses to read and to write, and bytes."""
 
-    sources: list[int] = field(default_factory=list)
-    targets: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-
-    def add(self, source: int, target: int, size: int) -> None:
-        self.sources.append(source)
-        self.targets.append(target)
-        self.sizes.append(size)
+    sources: Numbers
+    targets: Numbers
+    sizes: Numbers
 
     @property
     def copied(self) -> int:
         """Bytes of all."""
-        return sum(self.sizes)
+        return int(self.sizes.sum())
 
     def reversed(self) -> Pieces:
         """The same the other way round."""
@@ -69,9 +70,9 @@ def way_of(largest: int, alignment: int) -> Way:
 def by_dma(pieces: Pieces, device: torch.device) -> None:
     """One call of the driver for all."""
     ops.swap_blocks_batch(
-        torch.tensor(pieces.sources, dtype=torch.int64),
-        torch.tensor(pieces.targets, dtype=torch.int64),
-        torch.tensor(pieces.sizes, dtype=torch.int64),
+        torch.from_numpy(pieces.sources),
+        torch.from_numpy(pieces.targets),
+        torch.from_numpy(pieces.sizes),
     )
 
 
