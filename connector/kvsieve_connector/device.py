@@ -10,12 +10,14 @@ import torch
 
 
 def upload(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """values, nested lists of int, as a tensor on `device`, in the order of the current stream.
+    """values, an array or nested lists of int, as a tensor on `device`, in the order of the current stream.
 
     The host does not wait for it; the pinned memory lives until the copy is done (torch's host allocator).
     """
-    pinned = device.type == "cuda"
-    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
+    host = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 @contextmanager

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("cupy")
 torch = pytest.importorskip("torch")
 
+from kvsieve_connector.device import upload  # noqa: E402
 from kvsieve_connector.kernels import copy_blocks, fetch_pages, gather_context, swap_in  # noqa: E402
 from tests.unit import copy_bodies as bodies  # noqa: E402
 from tests.unit.swap_in_bodies import BODIES  # noqa: E402
@@ -60,3 +63,10 @@ def test_fetch_pages(case: str) -> None:
 @pytest.mark.parametrize("to_host", [True, False])
 def test_copy_pieces(to_host: bool) -> None:
     bodies.copy(copy_blocks, "cuda", to_host, bodies.SIZES)
+
+
+@pytest.mark.parametrize("values", [[[1, 2], [3, -4]], [], np.array([7, 8])], ids=repr)
+def test_upload(values: Any) -> None:
+    on_device = upload(values, torch.int32, torch.device("cuda"))
+    assert on_device.dtype == torch.int32
+    assert on_device.tolist() == np.asarray(values).tolist()
