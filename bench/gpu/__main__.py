@@ -7,6 +7,7 @@ import sys
 
 NAMES = {
     "swap_in": "rows of a layer into the hot buffer, against HiSparse's ops, per layer in a CUDA graph",
+    "swap_in_tp": "the same on all GPUs at once: each fetches all, or its share and the rest from the others",
     "capacity": "64k-token requests that a cache of 20 GiB holds at DeepSeek-V3.2's shapes (needs no device)",
     "serve": "time between tokens and decode throughput of engines: stock, kvsieve, HiSparse",
     "copies": "copies between paged cache and arena by size of the piece: DMA against the kernel",

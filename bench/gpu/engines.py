@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
@@ -96,7 +97,9 @@ class EngineProcess:
         os.environ.update(_ENVIRON)
         try:
             self._process = spawn.Process(
-                target=_serve, args=(asdict(spec), str(self.log), there), daemon=True
+                target=_serve,
+                args=(asdict(spec), str(self.log), there),
+                daemon=spec.arguments.get("tensor_parallel_size", 1) == 1,  # else it has children of its own
             )
             self._process.start()
         finally:
@@ -310,14 +313,24 @@ def _wait_until_pinned(llm: Any, seconds: float = 120.0) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
-    if worker is None or not hasattr(worker, "_ready"):
+    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    half = getattr(connector, "_scheduler", None)
+    if worker is not None and hasattr(worker, "_ready"):
+        _until(lambda: worker._ready, lambda: None, seconds)
+    elif hasattr(half, "_unready"):  # the workers are processes of their own, and report in steps
+        _until(lambda: not half._unready, lambda: _run(llm, Load(1, 100, 2, seed=999_997)), seconds)
+    else:
         return
+    _run(llm, Load(1, 2500, 24, seed=999_998))
+
+
+def _until(pinned: Callable[[], bool], between: Callable[[], Any], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while not worker._ready:
+    while not pinned():
         if time.monotonic() > deadline:
             raise TimeoutError("the arena was not pinned")
         time.sleep(0.1)
-    _run(llm, Load(1, 2500, 24, seed=999_998))
+        between()
 
 
 def _backends(llm: Any) -> list[str]:

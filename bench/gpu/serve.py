@@ -26,6 +26,8 @@ HELD = 4
 _ROW_BYTES, _INDEXER_BYTES = 656, 132
 
 ENGINES = ("stock", "kvsieve", "hisparse", "hisparse-buffer-2x", "hisparse-hash-2x")
+SHARDED = "kvsieve-sharded"
+"""With kvsieve.sharded_fetch; for tensor parallelism."""
 
 
 def measure(
@@ -36,8 +38,10 @@ def measure(
     layers: int = LAYERS,
     repetitions: int = 3,
     hot_rows: int | None = None,
+    tensor_parallel: int = 1,
 ) -> Report:
-    """crowds: numbers of requests past what the GPU holds. repetitions: of the load of one request."""
+    """crowds: numbers of requests past what the GPU holds. repetitions: of the load of one request.
+    tensor_parallel: GPUs of each engine, all of which keep the whole cache."""
     single = Load(1, prompt_tokens, 256)
     # Requests that are prefilled first decode meanwhile: long enough answers for all to decode together.
     loads = [Load(n, prompt_tokens, n * -(-prompt_tokens // CHUNK) + 160, seed=10_000 * n) for n in crowds]
@@ -51,6 +55,7 @@ def measure(
     native_gib = -(-5 * most * _ROW_BYTES // 2**32)
     with TemporaryStore("--pool-size", f"{store_gib}GiB") as store:
         arguments = common_arguments(model(layers), cache_bytes, -(-longest // 1024) * 1024 + 1024)
+        arguments["tensor_parallel_size"] = tensor_parallel
         with Engines(_specs(names, arguments, store.endpoint, native_gib, hot_rows)) as engines:
             rows += _single(engines, single, repetitions)
             for load in loads:
@@ -66,6 +71,7 @@ def measure(
         "store_gib": store_gib,
         "hisparse_gib": native_gib,
         "hot_rows": hot_rows,
+        "tensor_parallel": tensor_parallel,
         "weights": "random, standard deviation 0.02",
         "engines": about,
         **device(),
@@ -82,6 +88,7 @@ def _specs(
     more: dict[str, dict[str, Any]] = {
         "stock": {},
         "kvsieve": {"kv_transfer_config": kvsieve(endpoint, **own)},
+        SHARDED: {"kv_transfer_config": kvsieve(endpoint, **own, sharded_fetch=True)},
         "hisparse": native,
         "hisparse-buffer-2x": native | {"attention_config": arguments["attention_config"] | buffer},
         "hisparse-hash-2x": native,
@@ -111,6 +118,7 @@ def _single(engines: Engines, load: Load, repetitions: int) -> list[dict[str, An
             pairs = zip(values, found["stock"], strict=False)
             row["itl_ratio"] = round(statistics.median(a[0] / b[0] for a, b in pairs), 4)
         rows.append(row)
+    _compare_sharded(rows)
     return rows
 
 
@@ -125,7 +133,16 @@ def _crowd(engines: Engines, load: Load) -> list[dict[str, Any]]:
         row["itl_ratio"] = round(row["itl_ms"] / stock["itl_ms"], 3)
         row["throughput_ratio"] = round(row["tokens_s"] / stock["tokens_s"], 3)
         row["load_ratio"] = round(stock["load_s"] / row["load_s"], 3)
+    _compare_sharded(rows)
     return rows
+
+
+def _compare_sharded(rows: list[dict[str, Any]]) -> None:
+    """Adds the sharded engine's time between tokens and load, of the plain one's."""
+    plain, sharded = (next((r for r in rows if r["engine"] == name), None) for name in ("kvsieve", SHARDED))
+    if plain and sharded:
+        sharded["itl_of_plain"] = round(sharded["itl_ms"] / plain["itl_ms"], 3)
+        sharded["load_of_plain"] = round(sharded["load_s"] / plain["load_s"], 3)
 
 
 def _crowd_row(name: str, load: Load, run: Run) -> dict[str, Any]:
@@ -147,6 +164,8 @@ def _crowd_row(name: str, load: Load, run: Run) -> dict[str, Any]:
     asked, missed = (run.counters.get(f"kvsieve_{n}", 0) for n in ("asked_rows", "missed_rows"))
     if asked:
         row["missed_share"] = round(missed / asked, 4)
+    if missed:
+        row["peer_share"] = round(run.counters.get("kvsieve_peer_rows", 0) / missed, 4)
     return row
 
 
@@ -167,18 +186,20 @@ def _goals(rows: list[dict[str, Any]]) -> list[Goal]:
 
 _COLUMNS = [
     *("case", "engine", "decoding", "itl_ms", "itl_p95_ms", "itl_ratio", "tokens_s", "throughput_ratio"),
-    *("load_s", "load_ratio", "preempted", "missed_share", "error"),
+    *("load_s", "load_ratio", "itl_of_plain", "load_of_plain", "preempted", "missed_share", "peer_share"),
+    "error",
 ]
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench.gpu serve", description=__doc__)
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=[*ENGINES, SHARDED])
     parser.add_argument("--crowds", nargs="*", type=int, default=[8, 12], help="requests past the GPU's room")
     parser.add_argument("--prompt", type=int, default=32_768, help="tokens of a prompt")
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--hot-rows", type=int, help="of kvsieve's hot buffers")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of each engine")
     args = parser.parse_args(arguments)
     tell(
         measure(
@@ -188,6 +209,7 @@ def main(arguments: Sequence[str]) -> None:
             layers=args.layers,
             repetitions=args.repetitions,
             hot_rows=args.hot_rows,
+            tensor_parallel=args.tensor_parallel,
         ),
         _COLUMNS,
     )

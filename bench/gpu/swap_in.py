@@ -98,7 +98,9 @@ class Contender:
 
 
 class Ours(Contender):
-    """kvsieve_connector.kernels, or on a CPU their reference."""
+    """kvsieve_connector.kernels, or on a CPU their reference. layers may be replaced between calls."""
+
+    layers: list[LayerCache]
 
     def __init__(self, trace: Trace, host: Host, device: torch.device) -> None:
         if device.type == "cuda":
@@ -120,7 +122,7 @@ class Ours(Contender):
         counts = torch.zeros(batch, dtype=torch.int32, device=device)
         block_table = torch.zeros(batch, blocks, dtype=torch.int32, device=device)
         self.counters = torch.zeros(LAYERS, batch, len(COUNTERS), dtype=torch.int64, device=device)
-        self.caches, self.calls = [], []
+        self.caches, self.calls, self.layers = [], [], []
         for number in range(LAYERS):
             cache = torch.zeros(1 + len(hot), BLOCK, row_bytes, dtype=torch.uint8, device=device)
             layer = LayerCache(
@@ -134,14 +136,20 @@ class Ours(Contender):
                 counters=self.counters[number],
             )
             self.caches.append(cache)
+            self.layers.append(layer)
 
-            def call(topk: torch.Tensor, layer: LayerCache = layer) -> None:
+            def call(topk: torch.Tensor, number: int = number) -> None:
+                layer = self.layers[number]
                 swap_in(layer, tables, topk, block_table, self.out, counts, query_tokens=1, stride_rows=BLOCK)
 
             self.calls.append(call)
 
     def missed(self) -> float:
-        return float(self.counters[..., COUNTERS.index("missed_rows")].sum())
+        return self.count("missed_rows")
+
+    def count(self, name: str) -> float:
+        """One of COUNTERS, of all layers and requests."""
+        return float(self.counters[..., COUNTERS.index(name)].sum())
 
 
 class HiSparse(Contender):

@@ -56,6 +56,10 @@ class ConnectorSettings(BaseModel):
     """Sparse mode: which rows are fetched before a layer asks for them. Default: "index-share" where layers
     share an index, else "previous-step"."""
 
+    sharded_fetch: Literal["auto"] | bool = False
+    """Sparse mode with tensor parallelism: each rank fetches its share of rows from the arena, and reads
+    the others' from their GPUs. auto: where NVLink joins them. true: the engine does not start without."""
+
 
 def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     """Settings from `kv_connector_extra_config`; keys of others (without the prefix) are left alone.

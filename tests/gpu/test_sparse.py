@@ -102,7 +102,7 @@ def reference(tiny_dsa: Path, gpu_engine: Engine) -> Callable[..., Reference]:
     def measure(case: str, lengths: list[int] = LENGTHS) -> Reference:
         key = case, lengths[0]
         if key not in _references:
-            with gpu_engine(tiny_dsa, **_arguments(case)) as llm:
+            with gpu_engine(tiny_dsa, **arguments_of(case)) as llm:
                 prompts = [tokens(length, seed) for seed, length in enumerate(lengths)]
                 tasks = continued(llm, prompts, STEPS)
                 found = Reference(tasks, [], [], [])
@@ -125,7 +125,7 @@ def sparse(tiny_dsa: Path, gpu_engine: Engine) -> Callable[..., AbstractContextM
 
     @contextmanager
     def start(case: str, store: StoreProcess, **more: Any) -> Iterator[Any]:
-        arguments = _arguments(case) | {"num_gpu_blocks_override": GPU_BLOCKS} | more
+        arguments = arguments_of(case) | {"num_gpu_blocks_override": GPU_BLOCKS} | more
         own = {"mode": "sparse", "hot_rows": HOT_ROWS}
         with gpu_engine(tiny_dsa, store.endpoint, kvsieve=own, disable_log_stats=False, **arguments) as llm:
             arena_ready(llm)
@@ -310,7 +310,8 @@ def _abort_while_prefilling(drive: Drive, aborted: range) -> None:
         drive.abort(number)
 
 
-def _arguments(case: str) -> dict[str, Any]:
+def arguments_of(case: str) -> dict[str, Any]:
+    """Of vllm.LLM, for an engine of CASES, stock or not."""
     settings = dict(CASES[case])
     # Prefill of short contexts would take dense kernels in stock vLLM, which the sparse tier does not.
     attention = {"backend": settings.pop("backend"), "sparse_mla_force_mqa": True}

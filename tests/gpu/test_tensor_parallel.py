@@ -12,12 +12,16 @@ import pytest
 
 from tests.conftest import StoreProcess
 from tests.engine.generate import connector_of, counters, generate, prompt, seals_done
+from tests.gpu.forcing import compare, continued, one_by_one, together, tokens
+from tests.gpu.test_sparse import HOT_ROWS, LENGTHS, STEPS, arguments_of
 
 Engine = Callable[..., AbstractContextManager[Any]]
 
 PROMPTS = [prompt(n, seed) for seed, n in enumerate([300, 1031, 5000])]
 PINNING_SECONDS = 10
-"""Far more than two workers need to pin 256 MiB; they live in processes of their own and can't be asked."""
+"""Far more than two workers need to pin 1 GiB; they live in processes of their own and can't be asked."""
+SCARCE_BLOCKS = 1000
+"""Of the sparse engines' pools: what all requests at once take beside their main planes, and little more."""
 
 
 @pytest.mark.parametrize(
@@ -31,10 +35,7 @@ def test_two_ranks_fill_and_read_one_block(
     model: str, args: dict[str, Any], copies: int, gpu_engine: Engine, store: StoreProcess, request: Any
 ) -> None:
     """copies: how many ranks' bytes one block holds."""
-    import torch
-
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    _require_two()
     path: Path = request.getfixturevalue(model)
     args = args | {"tensor_parallel_size": 2, "enforce_eager": True, "disable_log_stats": False}
     with gpu_engine(path, store.endpoint, **args) as llm:
@@ -58,6 +59,56 @@ def test_two_ranks_fill_and_read_one_block(
     assert sums["failed_loads"] == 0
     assert sums["loaded_bytes"] == blocks * per_block * (2 // copies)
     print("own cache against store", [a.distance(b) for a, b in zip(warm, loaded, strict=True)])
+
+
+@pytest.mark.timeout(900)
+def test_sparse_logits_are_as_near_to_stock_as_stock_is_to_itself(
+    tiny_dsa: Path, gpu_engine: Engine, start_store: Callable[..., StoreProcess]
+) -> None:
+    """With each rank fetching for itself, and with each fetching its share."""
+    _require_two()
+    args = arguments_of("fp8-full") | {"tensor_parallel_size": 2, "disable_log_stats": False}
+    stock = []
+    with gpu_engine(tiny_dsa, **args) as llm:
+        prompts = [tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+        tasks = continued(llm, prompts, STEPS)
+        for _ in range(3):
+            assert llm.reset_prefix_cache()
+            stock.append(together(llm, tasks))
+            assert llm.reset_prefix_cache()
+            stock.append(one_by_one(llm, tasks))
+    results, sums = {}, {}
+    for sharded in (False, True):
+        own = {"mode": "sparse", "hot_rows": HOT_ROWS, "sharded_fetch": sharded}
+        store = start_store("--pool-size", "1GiB")
+        more = {"kvsieve": own, "num_gpu_blocks_override": SCARCE_BLOCKS}
+        with gpu_engine(tiny_dsa, store.endpoint, **args, **more) as llm:
+            pinned(llm)
+            mixed = together(llm, tasks)
+            seals_done(llm)
+            assert llm.reset_prefix_cache()
+            alone = one_by_one(llm, tasks)
+            seals_done(llm)
+            sums[sharded] = counters(llm)
+        results[sharded, "all at once"] = compare(mixed, stock)
+        results[sharded, "one by one"] = compare(alone, stock)
+        for way in ("all at once", "one by one"):
+            print(f"= TP 2, sharded {sharded}, {way}: {results[sharded, way]}")
+        names = ("lost_blocks", "asked_rows", "hot_rows_hit", "missed_rows", "peer_rows", "late_rows")
+        print(f"= TP 2, sharded {sharded}: { ({name: sums[sharded][name] for name in names}) }")
+    for found in sums.values():
+        assert found["missed_rows"] > 0
+        assert found["unplaced_rows"] == 0
+    assert sums[False]["peer_rows"] == 0
+    assert sums[True]["peer_rows"] > 0
+    assert all(result.alike for result in results.values())
+
+
+def _require_two() -> None:
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
 
 
 def pinned(llm: Any) -> None:

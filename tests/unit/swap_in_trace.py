@@ -23,6 +23,15 @@ class Face:
 
 
 @dataclass(frozen=True)
+class Call:
+    """rows: table slots of the batch. want: its positions, -1 for padding. arguments: of swap_in, by name."""
+
+    rows: list[int]
+    want: torch.Tensor
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Size:
     """batch: most requests in a call. slots: of the tables. blocks: most of a request."""
 
@@ -80,6 +89,7 @@ class Trace:
         self.hot: dict[int, list[int]] = {}
         self.last: dict[int, np.ndarray] = {}
         self.expected = dict.fromkeys(COUNTERS, 0)
+        self.missing: list[int] = []  # page rows that the call prepared last will miss
 
     def _bytes(self, *shape: int) -> torch.Tensor:
         return torch.randint(256, shape, dtype=torch.uint8, device=self.face.device, generator=self.random)
@@ -184,12 +194,16 @@ class Trace:
         return np.stack(rows).astype(np.int32)
 
     def step(self, fresh: float = 0.15) -> None:
-        """swap_in for some of the requests, in any order, padding rows between them."""
+        """swap_in for some of the requests."""
+        self.swap_in(*self.draw(fresh))
+
+    def draw(self, fresh: float) -> tuple[list[int], dict[int, np.ndarray]]:
+        """Some of the requests, in any order, padding rows between them, and what they ask for."""
         live = self.rng.permutation(list(self.blocks))[: int(self.rng.integers(1, self.size.batch + 1))]
         rows = np.full(self.size.batch, NONE, np.int64)
         rows[: len(live)] = live
         rows = self.rng.permutation(rows)[: int(self.rng.integers(self.size.batch // 2, self.size.batch + 1))]
-        self.swap_in([int(s) for s in rows], {int(s): self.pick(int(s), fresh) for s in rows if s != NONE})
+        return [int(s) for s in rows], {int(s): self.pick(int(s), fresh) for s in rows if s != NONE}
 
     def place(self, rows: list[int]) -> torch.Tensor:
         """Say which request each batch row is; returns the block table, in batch order."""
@@ -203,6 +217,12 @@ class Trace:
 
     def swap_in(self, rows: list[int], picks: dict[int, np.ndarray]) -> None:
         """One call for the requests of `rows`, with these positions; then all that must hold is checked."""
+        call = self.prepare(rows, picks)
+        self.face.module.swap_in(**call.arguments)
+        self.check(call)
+
+    def prepare(self, rows: list[int], picks: dict[int, np.ndarray]) -> Call:
+        """A call, which is to be made next."""
         size, device = self.size, self.face.device
         block_table = self.place(rows)
         garbage = np.full((size.query_tokens, size.k), 7, np.int32)  # not to be read
@@ -214,21 +234,24 @@ class Trace:
         live_rows = live.repeat_interleave(size.query_tokens)
         want = torch.where(live_rows[:, None], topk, NONE)
         self._expect(rows, want)
+        arguments = {
+            "layer": self.layer,
+            "tables": self.tables,
+            "topk": topk,
+            "block_table": block_table,
+            "out": out,
+            "counts": counts,
+            "query_tokens": size.query_tokens,
+            "stride_rows": 2 * BLOCK_TOKENS,
+        }
+        return Call(rows, want, arguments)
 
-        self.face.module.swap_in(
-            self.layer,
-            self.tables,
-            topk,
-            block_table,
-            out,
-            counts,
-            query_tokens=size.query_tokens,
-            stride_rows=2 * BLOCK_TOKENS,
-        )
-
-        assert torch.equal(counts, (want >= 0).sum(1, dtype=torch.int32))
+    def check(self, call: Call) -> None:
+        """All that must hold once the call was made."""
+        want, out = call.want, call.arguments["out"]
+        assert torch.equal(call.arguments["counts"], (want >= 0).sum(1, dtype=torch.int32))
         assert torch.equal(out == NONE, want == NONE)
-        self._check_bytes(rows, want, out)
+        self._check_bytes(call.rows, want, out)
         self._check_tables()
         self._check_counters()
 
@@ -246,6 +269,7 @@ class Trace:
 
     def _expect(self, rows: list[int], want: torch.Tensor) -> None:
         """What the call will add to the counters."""
+        self.missing = []
         for r, s in enumerate(rows):
             asked = want[r * self.size.query_tokens : (r + 1) * self.size.query_tokens]
             asked = asked[asked >= 0].long()
@@ -253,7 +277,9 @@ class Trace:
                 continue
             pages = self.tables.page[s][asked // BLOCK_TOKENS].long()
             on_host = (pages * BLOCK_TOKENS + asked % BLOCK_TOKENS)[pages > 0].unique()
-            misses = int((self.layer.slot_of[on_host] < 0).sum())
+            missing = on_host[self.layer.slot_of[on_host] < 0].tolist()
+            self.missing += missing
+            misses = len(missing)
             gpu_rows = int((pages == 0).sum())
             self.expected["asked_rows"] += len(asked)
             self.expected["gpu_rows"] += gpu_rows

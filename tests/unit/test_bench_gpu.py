@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.gpu import swap_in
+from bench.gpu import swap_in, swap_in_tp
 from bench.gpu.steps import DecodeSpeed, Step, decode_speed
 
 
@@ -49,3 +49,23 @@ def test_a_trace_misses_as_many_rows_as_it_says(
                 call(topk)
     assert (ours.missed() - before) / len(trace.topk) / 2 / batch == misses
     swap_in.check_rows(ours, trace, host)
+
+
+def test_joined_ranks_fetch_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (swap_in, swap_in_tp):
+        for name, value in (("K", 128), ("HOT_ROWS", 256), ("LAYERS", 2)):
+            monkeypatch.setattr(module, name, value)
+    trace = swap_in.Trace.of(2, 40, torch.device("cpu"))
+    host = swap_in.Host.of(trace, 656, pin=False)
+    ranks = [swap_in.Ours(trace, host, torch.device("cpu")) for _ in range(2)]
+    swap_in_tp.join(ranks)
+    for topk in trace.topk.unbind(0):
+        for layer in range(2):
+            for rank in ranks:  # one after the other: the first finds the second late
+                rank.calls[layer](topk)
+    for rank in ranks:
+        swap_in.check_rows(rank, trace, host)
+    first, second = ranks
+    assert first.count("peer_rows") == second.count("late_rows") == 0
+    assert first.count("late_rows") > 0.4 * first.missed()
+    assert second.count("peer_rows") > 0.4 * second.missed()

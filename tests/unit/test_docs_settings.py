@@ -30,4 +30,6 @@ def test_defaults_are_those_of_the_code() -> None:
         assert getattr(StoreSettings.model_validate(listen), name) == default, name
     for name, field in ConnectorSettings.model_fields.items():
         if field.default is not None and field.default_factory is None:
-            assert ROWS[f"{PREFIX}{name}"] == str(field.default).replace("True", "true"), name
+            assert ROWS[f"{PREFIX}{name}"] == str(field.default).replace("True", "true").replace(
+                "False", "false"
+            ), name

@@ -58,7 +58,8 @@ def test_only_what_has_changed_is_told_and_only_once(worker: Worker) -> None:
 
 
 def test_bytes_are_those_of_rows_fetched_in_time_and_ahead(worker: Worker) -> None:
-    worker.count("missed_rows", 2)
+    worker.count("missed_rows", 7)
+    worker.count("peer_rows", 5)
     worker.count("prefetched_rows", 3)
     worker.count("prefetched_rows_used", 3)
     (found,) = worker.poll(EVERY_STEPS + 1)

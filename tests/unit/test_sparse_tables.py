@@ -100,3 +100,38 @@ def test_more_than_the_tables_hold_is_an_error(tables: HostTables) -> None:
         tables.add("a", [(6, 4096)])
     with pytest.raises(RuntimeError, match="no page for block 0"):
         tables.add("a", [(0, 4096)])
+
+
+def test_marks_are_equal_where_slots_and_pages_are() -> None:
+    ranks = [HostTables(SIZES, torch.device("cpu")) for _ in range(3)]
+    marks = [rank.mark() for rank in ranks]
+    seen = {0}
+    steps = [
+        lambda tables: tables.begin("a", hot(10)),
+        lambda tables: tables.add("a", [(0, 4096), (3, 8192)]),
+        lambda tables: (tables.end("a"), tables.begin("a", hot(10))),
+        lambda tables: tables.add("a", [(0, 4096), (3, 8192)]),
+    ]
+    for step in steps:
+        for rank in ranks[:2]:
+            step(rank)
+            rank.flush()
+        assert marks[0] == marks[1]
+        assert int(marks[0]) not in seen
+        assert int(marks[0]) % (1 << 32) == 0
+        seen.add(int(marks[0]))
+    other = ranks[2]
+    other.begin("a", hot(10))
+    other.add("a", [(3, 8192), (0, 4096)])  # the same blocks get other pages
+    other.flush()
+    assert int(marks[2]) not in seen
+
+
+def test_addresses_may_differ_between_ranks() -> None:
+    ranks = [HostTables(SIZES, torch.device("cpu")) for _ in range(2)]
+    marks = [rank.mark() for rank in ranks]
+    for number, rank in enumerate(ranks):
+        rank.begin("a", hot(10))
+        rank.add("a", [(0, 4096 + 64 * number)])
+        rank.flush()
+    assert marks[0] == marks[1] != 0

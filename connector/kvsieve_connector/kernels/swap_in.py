@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from .compile import launch, load
-from .tables import LayerCache, RequestTables, check_prefetch, check_swap_in, require
+from .tables import LayerCache, Peers, RequestTables, check_prefetch, check_swap_in, require
 
-__all__ = ["LayerCache", "RequestTables", "prefetch", "swap_in"]
+__all__ = ["LayerCache", "Peers", "RequestTables", "prefetch", "swap_in"]
 
 
 CTAS, THREADS, ROWS = 8, 256, 8
@@ -41,6 +41,7 @@ def swap_in(
     out: int32 [T, k]: block * stride_rows + row in the block; -1 where topk is.
     counts: int32 [T], entries of a row that are >= 0; or None.
     Batch rows of table slot -1 get out -1 and counts 0.
+    With layer.peers it waits on the device for the other ranks' calls, for patience_ns at most.
     Raises ValueError if shapes, dtypes or devices do not fit, or the hot buffer has fewer rows than
     query_tokens * k.
     """
@@ -48,7 +49,7 @@ def swap_in(
     cache = layer.cache
     key = (topk.shape[1], query_tokens, layer.tag.shape[1], cache.shape[2], cache.shape[1])
     table = (block_table, np.int32(block_table.stride(0)))
-    _launch(layer, tables, key, topk, (*table, out, counts, np.int32(stride_rows)))
+    _launch(layer, tables, key, topk, (*table, out, counts, np.int32(stride_rows)), layer.peers)
 
 
 def prefetch(layer: LayerCache, tables: RequestTables, positions: torch.Tensor) -> None:
@@ -61,7 +62,7 @@ def prefetch(layer: LayerCache, tables: RequestTables, positions: torch.Tensor) 
     check_prefetch(layer, tables, positions)
     cache = layer.cache
     key = (positions.shape[1], 1, layer.tag.shape[1], cache.shape[2], cache.shape[1])
-    _launch(layer, tables, key, positions, (None, np.int32(0), None, None, np.int32(0)), prefetch=True)
+    _launch(layer, tables, key, positions, (None, np.int32(0), None, None, np.int32(0)), None, prefetch=True)
 
 
 @cache
@@ -72,6 +73,7 @@ def _load(
     row_bytes: int,
     block_tokens: int,
     prefetch: bool,
+    peers: int,
 ) -> Any:
     return load(
         "swap_in",
@@ -84,6 +86,7 @@ def _load(
         THREADS=THREADS,
         ROWS=ROWS,
         PREFETCH=int(prefetch),
+        PEERS=peers,
     )
 
 
@@ -93,6 +96,7 @@ def _launch(
     key: tuple[int, int, int, int, int],
     positions: torch.Tensor,
     outputs: tuple[Any, ...],
+    peers: Peers | None,
     *,
     prefetch: bool = False,
 ) -> None:
@@ -101,7 +105,7 @@ def _launch(
     requests = positions.shape[0] // key[1]
     if requests == 0 or positions.shape[1] == 0:
         return
-    args = (
+    args: tuple[Any, ...] = (
         positions,
         *outputs,
         tables.row_slot,
@@ -118,4 +122,15 @@ def _launch(
         layer.clock,
         layer.counters,
     )
-    launch(_load(*key, prefetch), (requests * CTAS,), THREADS, args)
+    count = 1
+    if peers is not None:
+        count = peers.places.shape[0]
+        args += (
+            np.int32(peers.rank),
+            peers.places,
+            peers.flags,
+            peers.mark,
+            peers.silent,
+            np.uint64(peers.patience_ns),
+        )
+    launch(_load(*key, prefetch, count), (requests * CTAS,), THREADS, args)

@@ -1,20 +1,32 @@
 """What `swap_in` and `prefetch` mean, in torch on CPU; page_addr holds addresses of this process's memory.
 
 Which slot a miss takes is the implementation's choice, within these rules: never one used in the same call,
-and a slot used since the hand last came by is passed over once.
+and a slot used since the hand last came by is passed over once. A call of several ranks is begin() on each,
+then on each what that returned; to one that does the second before another does the first, the other is late.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 
-from .tables import ABSENT, COUNTERS, LayerCache, RequestTables, check_prefetch, check_swap_in
+from .tables import (
+    ABSENT,
+    COUNTERS,
+    LayerCache,
+    Peers,
+    RequestTables,
+    check_prefetch,
+    check_swap_in,
+    owner,
+)
 
-__all__ = ["LayerCache", "RequestTables", "prefetch", "swap_in"]
+__all__ = ["LayerCache", "Peers", "RequestTables", "begin", "prefetch", "swap_in"]
 
 HAND, CALLS = 0, 1
+CACHE, SLOT_OF, FLAGS = 0, 1, 2
 PREFETCHED = 1 << 30  # marks the stamp of a row that no swap_in has asked for yet
 
 
@@ -30,10 +42,26 @@ def swap_in(
     stride_rows: int,
 ) -> None:
     """As swap_in.swap_in."""
+    begin(layer, tables, topk, block_table, out, counts, query_tokens=query_tokens, stride_rows=stride_rows)()
+
+
+def begin(
+    layer: LayerCache,
+    tables: RequestTables,
+    topk: torch.Tensor,
+    block_table: torch.Tensor,
+    out: torch.Tensor,
+    counts: torch.Tensor | None,
+    *,
+    query_tokens: int,
+    stride_rows: int,
+) -> Callable[[], None]:
+    """A swap_in until it has published its rows; returns the rest of it, which reads those of others."""
     check_swap_in(layer, tables, topk, block_table, out, counts, query_tokens)
     out.fill_(-1)
     if counts is not None:
         counts.zero_()
+    shared: list[tuple[_HotBuffer, list[int]]] = []
     for r in range(topk.shape[0] // query_tokens):
         s = int(tables.row_slot[r])
         if s < 0:
@@ -48,8 +76,11 @@ def swap_in(
 
         rows = (pages * layer.cache.shape[1] + offset)[on_host]
         missing = buffer.use(rows.unique(), count=True)
+        theirs = [row for row in missing if not buffer.owns(row)]
         for row in missing:
-            buffer.count("unplaced_rows", not buffer.fetch(row, 0))
+            placed = buffer.place(row, 0) if row in theirs else buffer.fetch(row, 0)
+            buffer.count("unplaced_rows", not placed)
+        shared.append((buffer, theirs))
         slots = layer.slot_of[rows].to(torch.int32)
         out[mine][on_host] = torch.where(slots >= 0, buffer.index(slots, stride_rows), -1)
 
@@ -60,6 +91,16 @@ def swap_in(
         buffer.count("missed_rows", len(missing))
         if counts is not None:
             counts[mine] = (topk[mine] >= 0).sum(1, dtype=torch.int32)
+    if layer.peers is not None:
+        for buffer, _ in shared:
+            buffer.publish(layer.peers)
+
+    def finish() -> None:
+        for buffer, theirs in shared:
+            for row in theirs:
+                buffer.read(layer.peers, row)
+
+    return finish
 
 
 def prefetch(layer: LayerCache, tables: RequestTables, positions: torch.Tensor) -> None:
@@ -103,8 +144,20 @@ class _HotBuffer:
         self.stamp[present] = self.epoch
         return [int(row) for row in rows[slots < 0]]
 
+    def owns(self, row: int) -> bool:
+        """Whether this rank is the one to fetch the page row from the host."""
+        peers = self.layer.peers
+        return peers is None or owner(row, peers.places.shape[0]) == peers.rank
+
     def fetch(self, row: int, mark: int) -> bool:
         """Copy one page row from the host to a slot; False if every slot is in use."""
+        placed = self.place(row, mark)
+        if placed:
+            self._store(row, self._host_address(row))
+        return placed
+
+    def place(self, row: int, mark: int) -> bool:
+        """Give one page row a slot; False if every slot is in use."""
         h = self._victim()
         if h is None:
             return False
@@ -114,12 +167,46 @@ class _HotBuffer:
         self.tag[h] = row
         self.layer.slot_of[row] = h
         self.stamp[h] = self.epoch | mark
+        return True
+
+    def publish(self, peers: Peers) -> None:
+        """Tell the others that this buffer stays as it is until the next call."""
+        call = ctypes.c_int64(int(peers.mark) + self.epoch)
+        for other, place in enumerate(peers.places.tolist()):
+            if other != peers.rank:
+                at = place[FLAGS] + 8 * (self.s * len(peers.places) + peers.rank)
+                ctypes.memmove(at, ctypes.byref(call), 8)
+
+    def read(self, peers: Peers | None, row: int) -> None:
+        """Copy a page row that has a slot from the rank that owns it, or else from the host."""
+        assert peers is not None
+        whose = owner(row, len(peers.places))
+        late = int(peers.flags[self.s, whose]) != int(peers.mark) + self.epoch
+        self.count("late_rows", late)
+        address = self._host_address(row)
+        if not late:
+            place = peers.places[whose].tolist()
+            h = ctypes.c_int16.from_address(place[SLOT_OF] + 2 * row).value
+            if h >= 0:
+                address = place[CACHE] + self._offset(h)
+                self.count("peer_rows", 1)
+        self._store(row, address)
+
+    def _store(self, row: int, address: int) -> None:
+        h, row_bytes = int(self.layer.slot_of[row]), self.layer.cache.shape[2]
+        if h >= 0:
+            ctypes.memmove(self.layer.cache.data_ptr() + self._offset(h), address, row_bytes)
+
+    def _host_address(self, row: int) -> int:
         _, block_tokens, row_bytes = self.layer.cache.shape
         page, offset = divmod(row, block_tokens)
-        address = int(self.tables.page_addr[page]) + self.layer.layer_offset + offset * row_bytes
-        data = torch.frombuffer(bytearray(ctypes.string_at(address, row_bytes)), dtype=torch.uint8)
-        self.layer.cache[int(self.blocks[h // block_tokens]), h % block_tokens] = data
-        return True
+        return int(self.tables.page_addr[page]) + self.layer.layer_offset + offset * row_bytes
+
+    def _offset(self, h: int) -> int:
+        """Bytes from the start of a rank's cache to hot slot h: the same blocks on every rank."""
+        _, block_tokens, row_bytes = self.layer.cache.shape
+        block = int(self.blocks[h // block_tokens])
+        return block * self.layer.cache.stride(0) + h % block_tokens * row_bytes
 
     def index(self, slots: torch.Tensor, stride_rows: int) -> torch.Tensor:
         block_tokens = self.layer.cache.shape[1]

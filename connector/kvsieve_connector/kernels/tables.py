@@ -17,15 +17,52 @@ COUNTERS = (
     "prefetched_rows_used",
     "unplaced_rows",
     "swap_in_wait_ns",
+    "peer_rows",
+    "late_rows",
 )
 """What swap-ins count, in rows.
 
 asked_rows: top-k positions, gpu_rows + hot_rows_hit + missed_rows. gpu_rows: read from blocks of the pool.
-hot_rows_hit: in the hot buffer. missed_rows: fetched then. prefetched_rows: fetched ahead.
+hot_rows_hit: in the hot buffer. missed_rows: fetched then; of these peer_rows from another rank's hot buffer,
+late_rows from the host because the rank that owns them was late. prefetched_rows: fetched ahead.
 prefetched_rows_used: of these, asked for by a swap-in before they were displaced, each counted once; they are
 among the hits. unplaced_rows: found no place in the hot buffer; stays 0. swap_in_wait_ns: nanoseconds that
 swap-ins waited for missing rows.
 """
+
+
+MAX_PEERS = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Peers:
+    """Ranks that hold the same rows of one layer, number their pages alike and run the same swap-ins: each
+    fetches the misses that it owns from the host, and reads the others from their owners' hot buffers.
+
+    A rank reads the others' hot buffers until its call ends. So between two calls for a layer each rank has
+    to wait until all have ended the first one, as it does in the all-reduce that follows attention.
+
+    rank: this one, of N. places: int64 [N, 3], addresses of each rank's cache, slot_of and flags of the
+    layer, as this rank reaches them; caches are of one shape.
+    flags: int64 [S, N], the last call that each rank has published, mark + its epoch; written by that rank.
+    It starts at 0.
+    mark: int64 [1], differs where ranks number pages or table slots differently, and changes when a table
+    slot or a page is assigned anew; the lower 32 bits are 0.
+    silent: int32 [N], how often in a row each rank was late; it starts at 0, and may be shared by layers.
+    patience_ns: how long a rank is waited for; half as long each time that it is late again.
+    """
+
+    rank: int
+    places: torch.Tensor
+    flags: torch.Tensor
+    mark: torch.Tensor
+    silent: torch.Tensor
+    patience_ns: int = 1_000_000
+
+
+def owner(row: int, peers: int) -> int:
+    """The rank, of `peers`, that fetches a page row from the host; neighbouring rows are spread evenly."""
+    return ((row * 0x9E3779B1 & 0xFFFFFFFF) * peers) >> 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +78,8 @@ class LayerCache:
         to -1.
     stamp: int32 [S, H], when a hot slot was last used.
     clock: int32 [S, 2], the hand and the time. clock and stamp start at 0, and only the kernels write them.
-    counters: int64 [S, 8], sums per table slot, in the order of COUNTERS.
+    counters: int64 [S, len(COUNTERS)], sums per table slot, in the order of COUNTERS.
+    peers: the ranks that fetch for one another; None: this one fetches for itself. Prefetches take no notice.
     """
 
     cache: torch.Tensor
@@ -52,6 +90,7 @@ class LayerCache:
     stamp: torch.Tensor
     clock: torch.Tensor
     counters: torch.Tensor
+    peers: Peers | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +187,20 @@ def check_layer(layer: LayerCache, tables: RequestTables) -> None:
         page_addr=tables.page_addr,
         hot_blocks=tables.hot_blocks,
     )
+    if layer.peers is not None:
+        _check_peers(layer.peers, slots, cache.device)
+
+
+def _check_peers(peers: Peers, slots: int, device: torch.device) -> None:
+    count = peers.places.shape[0]
+    require(2 <= count <= MAX_PEERS, f"peers must be 2..{MAX_PEERS}, got {count}")
+    require(0 <= peers.rank < count, f"rank must be 0..{count - 1}, got {peers.rank}")
+    require(peers.patience_ns >= 0, f"patience_ns must be >= 0, got {peers.patience_ns}")
+    require_tensor("places", peers.places, torch.int64, (count, 3))
+    require_tensor("flags", peers.flags, torch.int64, (slots, count))
+    require_tensor("mark", peers.mark, torch.int64, (1,))
+    require_tensor("silent", peers.silent, torch.int32, (count,))
+    require_device(device, places=peers.places, flags=peers.flags, mark=peers.mark, silent=peers.silent)
 
 
 def check_swap_in(

@@ -11,7 +11,7 @@ EVERY_STEPS = 64
 
 
 class CounterReader:
-    """counters: int64 [layers, slots, 8] on the device, ever growing, in the order of COUNTERS."""
+    """counters: int64 [layers, slots, n] on the device, ever growing, in the order of COUNTERS."""
 
     def __init__(self, counters: torch.Tensor, row_bytes: int) -> None:
         self._counters, self._row_bytes = counters, row_bytes
@@ -36,7 +36,9 @@ class CounterReader:
             self._last = now
             if waited := found.pop("swap_in_wait_ns", 0):
                 found["swap_in_wait_seconds"] = waited / 1e9
-            fetched = found.get("missed_rows", 0) + found.get("prefetched_rows", 0)
+            fetched = (
+                found.get("missed_rows", 0) - found.get("peer_rows", 0) + found.get("prefetched_rows", 0)
+            )
             if fetched:
                 found["swapped_in_bytes"] = fetched * self._row_bytes
         self._steps += 1

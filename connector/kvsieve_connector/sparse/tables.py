@@ -6,6 +6,7 @@ change: a few small copies a step at most, none in steady state. What the number
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -84,6 +85,15 @@ class HostTables:
         self._added: list[tuple[int, int, int, int]] = []
         self._rows: list[int] = []
         self._rows_on_device: list[int] | None = None
+        self._mark: torch.Tensor | None = None
+        self._history = 0
+
+    def mark(self) -> torch.Tensor:
+        """int64 [1] on the device, a checksum of what was done to the tables since the first call: equal on
+        two ranks, they number slots and pages alike (kernels/tables.py, Peers.mark). flush() writes it."""
+        if self._mark is None:
+            self._mark = torch.zeros(1, dtype=torch.int64, device=self._device)
+        return self._mark
 
     def slot(self, req_id: str) -> int:
         """The request's table slot; -1 for one that is not host-backed."""
@@ -115,6 +125,7 @@ class HostTables:
         slot = self._free_slots.pop()
         self._places[req_id] = _Place(slot)
         self._new[slot] = hot_blocks
+        self._note("begin", req_id, slot, hot_blocks)
 
     def add(self, req_id: str, blocks: Iterable[tuple[int, int]]) -> None:
         """blocks: (index in the request, host address of its slot), to be read from there from now on."""
@@ -125,6 +136,7 @@ class HostTables:
             page = place.pages[index] = self._free_pages.pop()
             self._addresses[page] = address
             self._added.append((place.slot, index, page, address))
+            self._note("add", place.slot, index, page)
 
     def end(self, req_id: str) -> None:
         """The request's tables are free again; one that has none is skipped."""
@@ -132,6 +144,7 @@ class HostTables:
         if place is not None:
             self._free_slots.append(place.slot)
             self._free_pages.extend(place.pages.values())
+            self._note("end", req_id)
             self._new.pop(place.slot, None)
             self._added = [entry for entry in self._added if entry[0] != place.slot]
 
@@ -148,6 +161,8 @@ class HostTables:
 
     def flush(self) -> None:
         """Writes what has changed, after all that is queued on the current stream."""
+        if self._mark is not None and (self._new or self._added):
+            self._mark.fill_(self._history >> 1 << 32)
         if self._new:
             self._reset_slots()
         if self._added:
@@ -156,6 +171,10 @@ class HostTables:
             rows = self._rows + [-1] * (self.sizes.rows - len(self._rows))
             self.requests.row_slot.copy_(upload(rows, torch.int32, self._device), non_blocking=True)
             self._rows_on_device = self._rows
+
+    def _note(self, *what: object) -> None:
+        if self._mark is not None:
+            self._history = zlib.crc32(repr(what).encode(), self._history)
 
     def _reset_slots(self) -> None:
         slots = upload(list(self._new), torch.int64, self._device)

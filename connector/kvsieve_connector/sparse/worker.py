@@ -22,6 +22,7 @@ from kvsieve_connector.sparse import runtime as runtimes
 from kvsieve_connector.sparse.check import check_layers
 from kvsieve_connector.sparse.counters import CounterReader
 from kvsieve_connector.sparse.kernel_set import kernel_set
+from kvsieve_connector.sparse.peers import share
 from kvsieve_connector.sparse.plan import SparsePlan
 from kvsieve_connector.sparse.prefetch import Policy, default_name, make_policy
 from kvsieve_connector.sparse.runtime import BatchRow, SparseRuntime, workspace_rows
@@ -51,6 +52,7 @@ class SparseWorkerHalf(WorkerHalf):
         self._kept: dict[int, tuple[ArenaMap, Callable[[], None]]] = {}
         """Arenas of sessions that are over, by epoch, which live requests still read; how to unpin each."""
         self._unpinning: list[threading.Thread] = []
+        self._unshare: Callable[[], None] = lambda: None
         self._drafts = vllm_config.speculative_config is not None
         self._runs_in_step = vllm_config.parallel_config.data_parallel_size > 1
 
@@ -66,12 +68,14 @@ class SparseWorkerHalf(WorkerHalf):
             layer.name: self._layer_cache(layer, order, groups.index(layer.group), tables)
             for order, layer in enumerate(main)
         }
+        policy = self._policy(list(caches))
+        caches, self._unshare = share(self._vllm_config, self._settings, policy, caches, tables)
         self._runtime = SparseRuntime(
             self._plan,
             tables,
             caches,
             kernel_set(device),
-            self._policy(list(caches)),
+            policy,
             workspace_rows(self._vllm_config),
             self._model_layers(list(caches)),
         )
@@ -136,6 +140,7 @@ class SparseWorkerHalf(WorkerHalf):
         runtimes.use(None)
         if self._runtime is not None and self._runtime.tables.tag.is_cuda:
             torch.cuda.synchronize()  # a step in flight may still read the arena
+        self._unshare()
         for epoch in list(self._kept):
             self._forget(epoch)
         for thread in self._unpinning:
