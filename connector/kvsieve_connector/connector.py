@@ -200,7 +200,6 @@ class KVSieveConnector(KVConnectorBase_V1, SupportsHMA):
         self._work.save_layer(layer_name)
 
     def finish_forward(self) -> None:
-        self._work.forward_launched()
         # With a drafter, its layers are computed after this; wait_for_save comes after them.
         if self.has_connector_metadata() and self._vllm_config.speculative_config is None:
             self._work.finish_saves(after_sampling=False)

@@ -85,9 +85,6 @@ class WorkerHalf:
     def prepare_forward(self, step: dict[str, Any]) -> None:
         """The forward is next. step: what the runner tells of it; nothing in vLLM's V1 runner."""
 
-    def forward_launched(self) -> None:
-        """The forward is over, or launched on the device."""
-
     def start_loads(self) -> None:
         """Starts the step's loads: they fill blocks of requests that are not in this step's batch."""
         loads, self._orders.loads = self._orders.loads, []

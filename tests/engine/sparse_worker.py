@@ -56,7 +56,6 @@ class Worker:
         config = engine_config(**changes)
         self.plan = SparsePlan.of(config, settings)
         self.cache = plan_cache(config, LAYERS, 4 << 20, self.plan)
-        config.speculative_config = changes.get("speculative_config")
         self.half = SparseWorkerHalf(config, self.cache, settings)
         self.caches = self._allocate()
         self.half.register(self.caches)
@@ -90,7 +89,6 @@ class Worker:
         self.half.begin(orders or StepOrders())
         self.half.prepare_forward(forward(**batch) if batch else {})
         self.half.start_loads()
-        self.half.forward_launched()
         self.half.finish_saves(after_sampling=True)
         self.half.results()
 

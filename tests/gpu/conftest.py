@@ -71,8 +71,19 @@ def gpu_engine() -> Callable[..., AbstractContextManager[Any]]:
 @pytest.fixture(scope="session")
 def tiny_dsa() -> Path:
     """DeepSeek-V3.2 in small: MLA latent and indexer caches of the real shapes, 4 layers, random weights."""
-    path = MODEL_CACHE / "tiny-dsa"
+    return _made("tiny-dsa")
+
+
+@pytest.fixture(scope="session")
+def tiny_dsa_mtp() -> Path:
+    """The same with an MTP layer, whose drafts are right about half of the time."""
+    return _made("tiny-dsa-mtp", "--drafter")
+
+
+def _made(name: str, *flags: str) -> Path:
+    """The model of make_dsa.py, made once."""
+    path = MODEL_CACHE / name
     if not (path / "config.json").exists():
         maker = ROOT / "tests" / "gpu" / "make_dsa.py"
-        subprocess.run([sys.executable, str(maker), str(path)], check=True)
+        subprocess.run([sys.executable, str(maker), str(path), *flags], check=True)
     return path

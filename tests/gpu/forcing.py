@@ -65,17 +65,24 @@ def run(llm: Any, tasks: Sequence[Task], hook: Hook | None = None) -> dict[int, 
 
     hook: called after each step of the engine.
     """
+    found = complete(llm, tasks, [_params(task) for task in tasks], hook)
+    return {i: (list(c.token_ids), _scores(c.token_ids, c.logprobs)) for i, c in found.items()}
+
+
+def complete(
+    llm: Any, tasks: Sequence[Task], params: Sequence[Any], hook: Hook | None = None
+) -> dict[int, Any]:
+    """Runs all tasks at once, with their vllm.SamplingParams; returns vLLM's CompletionOutput by task."""
     drive = Drive(llm, tasks)
-    for number, task in enumerate(tasks):
-        llm.llm_engine.add_request(str(number), {"prompt_token_ids": task.prompt}, _params(task))
-    found: dict[int, tuple[list[int], Scores]] = {}
+    for number, (task, given) in enumerate(zip(tasks, params, strict=True)):
+        llm.llm_engine.add_request(str(number), {"prompt_token_ids": task.prompt}, given)
+    found: dict[int, Any] = {}
     while llm.llm_engine.has_unfinished_requests():
         for output in llm.llm_engine.step():
             number, completion = int(output.request_id), output.outputs[0]
             drive.seen[number] = len(completion.token_ids)
             if output.finished and number not in drive.aborted:
-                ids = list(completion.token_ids)
-                found[number] = ids, _scores(ids, completion.logprobs)
+                found[number] = completion
         drive.steps += 1
         if hook is not None:
             hook(drive)
@@ -162,7 +169,7 @@ def _params(task: Task) -> Any:
     )
 
 
-def _scores(ids: list[int], logprobs: Any) -> Scores:
+def _scores(ids: Sequence[int], logprobs: Any) -> Scores:
     return np.array(
         [[step[t].logprob for t in (token, *SCORED)] for token, step in zip(ids, logprobs, strict=True)],
         np.float32,

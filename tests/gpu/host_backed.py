@@ -121,11 +121,15 @@ def squeezed(squeeze: Squeeze) -> Callable[[], Hook]:
     return make
 
 
-def overwrite_arena(llm: Any) -> None:
-    """Overwrites the main plane of every slot: what is read from there from now on is wrong."""
+def overwrite_arena(llm: Any, *, drafter_only: bool = False) -> None:
+    """Overwrites the main plane of every slot: what is read from there from now on is wrong.
+
+    drafter_only: only the last layer's part of it.
+    """
     worker = sparse_worker(llm)
     arena = arena_of(llm)
-    main = [layer for layer in worker._engine.layers if layer.name in worker._runtime.layers]
+    names = list(worker._runtime.layers)[-1 if drafter_only else 0 :]
+    main = [layer for layer in worker._engine.layers if layer.name in names]
     slots = sum(segment.nbytes for segment in arena.segments) // arena.attachment.extent_bytes
     for slot in range(slots * arena.attachment.slots_per_extent):
         view = arena.slot(slot)

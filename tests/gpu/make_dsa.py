@@ -1,9 +1,12 @@
 """Writes a DeepSeek-V3.2 in small: its attention shapes (latent 512 + 64, indexer 128), few layers.
 
-    python tests/gpu/make_dsa.py OUT [--layers 4] [--hidden 1024] [--heads 64] [--no-weights]
+    python tests/gpu/make_dsa.py OUT [--layers 4] [--hidden 1024] [--heads 64] [--drafter] [--no-weights]
 
 Weights are random with a fixed seed, large enough that outputs depend on the prompt. Without them, vLLM makes
 some with load_format="dummy"; outputs do not depend on the prompt then.
+
+With a drafter, one MTP layer follows the model's, under the names of DeepSeek's checkpoints. Both then lean
+towards one given token after each, and attention decides: the drafts are right about half of the time.
 """
 
 from __future__ import annotations
@@ -21,14 +24,20 @@ VOCAB = 32_000
 Q_RANK, KV_RANK, NOPE, ROPE, VALUE = 512, 512, 128, 64, 128
 INDEX_HEADS, INDEX_DIM = 64, 128
 
+FOLLOW = 0.0072
+"""Of a token's embedding in the head's row of another token, which then follows it in most positions."""
+DRAFTER_HIDDEN, DRAFTER_ATTENTION = 0.25, 4.0
+"""Weight of the model's hidden state beside the embedding, and of attention beside what a layer has."""
+
 
 @dataclass(frozen=True)
 class Shape:
-    """What is not DeepSeek's. heads: of the main attention."""
+    """What is not DeepSeek's. heads: of the main attention. drafter: whether an MTP layer follows."""
 
     layers: int = 4
     hidden: int = 1024
     heads: int = 64
+    drafter: bool = False
 
 
 def config(shape: Shape) -> dict[str, Any]:
@@ -59,8 +68,8 @@ def config(shape: Shape) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "bos_token_id": 0,
         "eos_token_id": 1,
-        "num_nextn_predict_layers": 0,
-        "first_k_dense_replace": shape.layers,
+        "num_nextn_predict_layers": int(shape.drafter),
+        "first_k_dense_replace": shape.layers + shape.drafter,
         "moe_layer_freq": 1,
         "n_routed_experts": 8,
         "n_shared_experts": 1,
@@ -85,13 +94,8 @@ def weights(shape: Shape, seed: int = 0) -> dict[str, torch.Tensor]:
     def ones(size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.ones(size, dtype=dtype)
 
-    tensors = {
-        "model.embed_tokens.weight": normal(VOCAB, hidden, scale=1.0),
-        "model.norm.weight": ones(hidden),
-        "lm_head.weight": normal(VOCAB, hidden),
-    }
-    for layer in range(shape.layers):
-        parts = {
+    def block() -> dict[str, torch.Tensor]:
+        return {
             "input_layernorm.weight": ones(hidden),
             "post_attention_layernorm.weight": ones(hidden),
             "self_attn.q_a_proj.weight": normal(Q_RANK, hidden),
@@ -110,8 +114,25 @@ def weights(shape: Shape, seed: int = 0) -> dict[str, torch.Tensor]:
             "mlp.up_proj.weight": normal(2 * hidden, hidden),
             "mlp.down_proj.weight": normal(hidden, 2 * hidden),
         }
-        tensors |= {f"model.layers.{layer}.{name}": tensor for name, tensor in parts.items()}
-    return tensors
+
+    embedding, head = normal(VOCAB, hidden, scale=1.0), normal(VOCAB, hidden)
+    tensors = {"model.norm.weight": ones(hidden)}
+    for layer in range(shape.layers):
+        tensors |= {f"model.layers.{layer}.{name}": tensor for name, tensor in block().items()}
+    if shape.drafter:
+        head[torch.randperm(VOCAB, generator=generator)] += FOLLOW * embedding
+        inputs = torch.cat((torch.eye(hidden), DRAFTER_HIDDEN * torch.eye(hidden)), 1)
+        parts = block() | {
+            "enorm.weight": ones(hidden),
+            "hnorm.weight": ones(hidden),
+            "eh_proj.weight": inputs.to(torch.bfloat16),
+            "embed_tokens.weight": embedding.clone(),
+            "shared_head.norm.weight": ones(hidden),
+            "shared_head.head.weight": head.clone(),
+        }
+        parts["self_attn.o_proj.weight"] *= DRAFTER_ATTENTION
+        tensors |= {f"model.layers.{shape.layers}.{name}": tensor for name, tensor in parts.items()}
+    return tensors | {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
 
 
 def main() -> None:
@@ -122,9 +143,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=Shape.layers)
     parser.add_argument("--hidden", type=int, default=Shape.hidden)
     parser.add_argument("--heads", type=int, default=Shape.heads)
+    parser.add_argument("--drafter", action="store_true")
     parser.add_argument("--no-weights", action="store_true")
     args = parser.parse_args()
-    shape = Shape(args.layers, args.hidden, args.heads)
+    shape = Shape(args.layers, args.hidden, args.heads, args.drafter)
     args.out.mkdir(parents=True, exist_ok=True)
     if not args.no_weights:
         save_file(weights(shape), args.out / "model.safetensors", metadata={"format": "pt"})

@@ -51,7 +51,8 @@ class Live:
 
 
 class Scene:
-    """face: "common", "flashmla" or "flashmla-fp8". workspace_blocks: that gathered contexts may take."""
+    """face: "common", "flashmla" or "flashmla-fp8". workspace_blocks: that gathered contexts may take.
+    drafter: whether the last layer is a drafter's, with a list of its own."""
 
     def __init__(
         self,
@@ -62,11 +63,13 @@ class Scene:
         query_tokens: int = 1,
         hot_blocks: int = 3,
         workspace_blocks: int = BLOCKS,
+        drafter: bool = False,
         kernels: Callable[[KernelSet], KernelSet] = lambda kernels: kernels,
     ) -> None:
         packed = face == "flashmla-fp8"
         self.block, self.row_bytes = (64, 656) if packed else (4, 1152)
-        self.topk, self.query_tokens = topk, query_tokens
+        self.topk, self.query_tokens, self.drafter = topk, query_tokens, drafter
+        self.leaders = (*LEADERS[:-1], LAYERS - 1) if drafter else LEADERS
         self.rng, self.random = random.Random(0), torch.Generator().manual_seed(0)
         per_group = LAYERS // GROUPS
         self.pool = torch.full((160, per_group, self.block, self.row_bytes), GARBAGE, dtype=torch.uint8)
@@ -79,7 +82,7 @@ class Scene:
         self.names = [f"layers.{i}.attn" for i in range(LAYERS)]
         self.caches = [self._layer_cache(layer) for layer in range(LAYERS)]
         plan = SparsePlan(self.block, topk, query_tokens, hot_blocks, 1, self.row_bytes)
-        leaders = LEADERS if policy == "index-share" else None
+        leaders = self.leaders if policy == "index-share" else None
         workspace_rows = workspace_blocks * self.block
         self.runtime = SparseRuntime(
             plan,
@@ -88,11 +91,12 @@ class Scene:
             kernels(kernel_set(CPU)),
             make_policy(policy, LAYERS, leaders=leaders),
             workspace_rows,
+            LAYERS - drafter,
         )
         runtimes.use(self.runtime)
         self._topk = torch.full((1024, topk), -1, dtype=torch.int32)
         self.impls: list[Any] = []
-        for layer, leader in enumerate(LEADERS):
+        for layer, leader in enumerate(self.leaders):
             if face == "common":
                 self.impls.append(Common(self._topk, None if leader == layer else self.impls[leader]))
             else:
@@ -188,25 +192,53 @@ class Scene:
         *,
         padding: int = 0,
         pick: Pick | None = None,
+        tokens: int | None = None,
+        accepted: Mapping[str, int] | None = None,
     ) -> list[torch.Tensor]:
-        """One forward: decode rows, `padding` rows of nobody, prefill chunks. Returns what attention gave,
-        per layer; raises AssertionError when that is not attention over the true rows."""
+        """One forward: decode rows, `padding` rows of nobody, prefill chunks; then what a drafter runs by
+        itself. Returns what attention gave, per layer; raises AssertionError when that is not attention over
+        the true rows.
+
+        tokens: of each decode row, if not query_tokens. accepted: how many of a request's stay, if not all.
+        """
         assert not (padding and prefills), "vLLM pads batches of decodes"
-        tokens = dict.fromkeys(decodes, self.query_tokens) | dict(prefills or {})
-        batch = [BatchRow(name, self.live[name].computed, count) for name, count in tokens.items()]
+        each = tokens or self.query_tokens
+        counts = dict.fromkeys(decodes, each) | dict(prefills or {})
+        batch = [BatchRow(name, self.live[name].computed, count) for name, count in counts.items()]
         self.runtime.begin(batch)
-        outputs = [self._layer(layer, batch, len(decodes), padding, pick) for layer in range(LAYERS)]
+        outputs = [
+            self._layer(layer, batch, len(decodes), padding, pick, each=each) for layer in range(LAYERS)
+        ]
+        kept = counts | dict(accepted or {})
+        for ahead in range(self.query_tokens - 2 if self.drafter else 0):
+            drafts = [BatchRow(row.req_id, row.computed + kept[row.req_id] + ahead, 1) for row in batch]
+            outputs.append(self._layer(LAYERS - 1, drafts, len(drafts), padding, pick, each=1))
         for row in batch:
-            self.live[row.req_id].computed += row.scheduled
+            self.live[row.req_id].computed += kept[row.req_id]
+            self._overwrite_rest(self.live[row.req_id])
         return outputs
 
+    def _overwrite_rest(self, live: Live) -> None:
+        """Rows of rejected drafts, and of the drafter's own, are worth nothing: the next step writes them."""
+        for position in range(live.computed, min(live.computed + 8, live.truth.shape[1])):
+            for group in range(GROUPS):
+                block = live.blocks[group][position // self.block]
+                self.pool[block, :, position % self.block] = GARBAGE
+
     def _layer(
-        self, layer: int, batch: list[BatchRow], decodes: int, padding: int, pick: Pick | None
+        self,
+        layer: int,
+        batch: list[BatchRow],
+        decodes: int,
+        padding: int,
+        pick: Pick | None,
+        *,
+        each: int,
     ) -> torch.Tensor:
         self._write(layer, batch)
         lists = self._lists(layer, batch, pick)
         tokens = len(lists)
-        padded = tokens + padding * self.query_tokens
+        padded = tokens + padding * each
         self._topk.fill_(3)  # of padding rows: left by another batch
         self._topk[:tokens] = torch.tensor(
             [found + [-1] * (self.topk - len(found)) for _, found in lists], dtype=torch.int32
@@ -216,7 +248,7 @@ class Scene:
         out, lse = self.impls[layer].forward_mqa(
             (q[..., :512], q[..., 512:]),
             cache.view(torch.bfloat16) if self.row_bytes == 1152 else cache,
-            self._metadata(layer % GROUPS, batch, decodes, padding),
+            self._metadata(layer % GROUPS, batch, decodes, padding, each),
             SimpleNamespace(layer_name=self.names[layer]),
         )
         assert lse is None
@@ -239,8 +271,8 @@ class Scene:
             for position in range(row.computed, row.computed + row.scheduled):
                 if pick is not None:
                     found = pick(row.req_id, layer, position)
-                elif LEADERS[layer] != layer:
-                    found = self._of_leader[row.req_id, LEADERS[layer], position]
+                elif self.leaders[layer] != layer:
+                    found = self._of_leader[row.req_id, self.leaders[layer], position]
                 else:
                     found = self._pick(live, layer, position)
                 self._of_leader[row.req_id, layer, position] = live.lists[layer] = found
@@ -257,20 +289,20 @@ class Scene:
         others = [p for p in range(position + 1) if p not in kept]
         return kept + self.rng.sample(others, count - len(kept))
 
-    def _metadata(self, group: int, batch: list[BatchRow], decodes: int, padding: int) -> Any:
+    def _metadata(self, group: int, batch: list[BatchRow], decodes: int, padding: int, each: int) -> Any:
         """What vLLM's builder makes of the batch, of one KV group."""
         names = [row.req_id for row in batch]
         table = torch.full((len(names) + padding, BLOCKS), 1, dtype=torch.int32)
         for row, name in enumerate(names):
             blocks = self.live[name].blocks[group]
             table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        counts = [row.scheduled for row in batch] + [self.query_tokens] * padding
+        counts = [row.scheduled for row in batch] + [each] * padding
         decoding = decodes + padding if decodes else 0
         return SimpleNamespace(
             block_table=table,
             block_size=self.block,
             num_decodes=decoding,
-            num_decode_tokens=decoding * self.query_tokens,
+            num_decode_tokens=decoding * each,
             num_actual_tokens=sum(counts),
             req_id_per_token=torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)),
             fp8_extra_metadata=SimpleNamespace(decode=SimpleNamespace(kernel_metadata="decode")),

@@ -163,6 +163,37 @@ def test_several_tokens_of_a_request_decode_in_one_step(face: str) -> None:
     assert scene.counts()["unplaced_rows"] == 0
 
 
+def test_a_drafter_attends_to_the_same_requests(face: str) -> None:
+    """Its layer runs over the model's batch, and then, over the same rows of the tables, by one token each;
+    of what a request decoded, some is rejected."""
+    scene = Scene(face, query_tokens=4, hot_blocks=6, workspace_blocks=10, drafter=True)
+    decoding(scene, "a", blocks=5, lost=4)
+    decoding(scene, "b", blocks=3)
+    for kept in ({"a": 1, "b": 4}, {"a": 3, "b": 2}, {"a": 4, "b": 1}):
+        scene.step(["a", "b"], padding=1, accepted=kept)
+    scene.start("c", 9 * scene.block, matched=4)
+    scene.step(["a", "b"], {"c": 5}, accepted={"a": 2})
+    scene.step(["a", "b"], {"c": 4}, accepted={"b": 1})
+    scene.back("b")
+    scene.lose("b", 0, 1)
+    scene.step(["b", "a", "c"], accepted={"c": 1, "b": 2})
+    assert scene.counts(LAYERS - 1)["missed_rows"] > 0
+    assert scene.counts()["unplaced_rows"] == 0
+
+
+def test_steps_of_fewer_drafts_than_there_may_be(face: str) -> None:
+    """Beside whole ones, vLLM takes them for prompts."""
+    scene = Scene(face, query_tokens=3, hot_blocks=6, workspace_blocks=8, drafter=True)
+    decoding(scene, "a", blocks=5, lost=5)
+    decoding(scene, "b", blocks=4, lost=3)
+    scene.step(["a", "b"], tokens=1)
+    scene.step(["a", "b"], tokens=2, accepted={"a": 1})
+    scene.step(["a"], {"b": 2}, accepted={"b": 1})
+    scene.step(["b"], {"a": 1})
+    assert scene.counts()["missed_rows"] > 0
+    assert scene.counts()["unplaced_rows"] == 0
+
+
 def test_padding_rows_leave_no_trace(face: str) -> None:
     found = []
     for padding in (0, 3):
@@ -249,6 +280,18 @@ def test_pages_are_fetched_one_context_ahead_and_once(face: str) -> None:
                 expected.append(("fetch", following[0]))
             expected.append(("attend", offset))
         assert calls == expected
+
+
+def test_nothing_is_fetched_ahead_across_to_a_drafter(face: str) -> None:
+    calls: list[tuple[str, int]] = []
+    scene = Scene(face, workspace_blocks=8, drafter=True, query_tokens=2, kernels=_recorded(calls))
+    scene.start("a", 7 * scene.block, matched=5)
+    for impl, cache in zip(scene.impls, scene.caches, strict=True):
+        _record_attention(impl, cache.layer_offset, calls)
+    scene.step(prefills={"a": 3})
+    names = [name for name, _ in calls]
+    ahead = ["fetch", *(["gather", "fetch", "attend"] * (LAYERS - 2)), "gather", "attend"]
+    assert names == [*ahead, "fetch", "gather", "attend"]
 
 
 def test_contexts_on_the_gpu_are_not_staged(face: str) -> None:

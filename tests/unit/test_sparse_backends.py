@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from vllm.v1.attention.backend import AttentionMetadataBuilder  # noqa: E402
 from vllm.v1.kv_cache_interface import MLAAttentionSpec  # noqa: E402
 
 from kvsieve_connector import plugin  # noqa: E402
@@ -124,6 +125,48 @@ def test_in_sparse_mode_only_rows_of_decode_steps_count_as_decodes(
     order = builder.__mro__
     assert order.index(backends._HostBuilder) < order.index(stock_builder)
     assert builder.require_uniform_decodes
+
+
+class _Threshold(AttentionMetadataBuilder):  # type: ignore[misc]
+    """A stock builder, as far as it finds out what a decode step is."""
+
+    supports_spec_as_decode = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
+        self.vllm_config = vllm_config
+        self._init_reorder_batch_threshold(256, supports_spec_as_decode=self.supports_spec_as_decode)
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def _engine_with_drafts(drafts: int) -> Any:
+    speculative = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False)
+    return SimpleNamespace(
+        attention_config=SimpleNamespace(sparse_mla_force_mqa=False),
+        num_speculative_tokens=drafts,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        speculative_config=speculative if drafts else None,
+        use_v2_model_runner=True,
+    )
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_a_decode_step_is_the_last_token_and_its_drafts(backends: Any, drafts: int) -> None:
+    class Builder(backends._HostBuilder, _Threshold):  # type: ignore[misc, name-defined]
+        pass
+
+    config = _engine_with_drafts(drafts)
+    assert Builder(None, [], config, torch.device("cpu")).reorder_batch_threshold == 1 + drafts
+    assert config.attention_config.sparse_mla_force_mqa
+
+
+def test_a_backend_that_takes_drafts_for_a_prompt_is_refused(backends: Any) -> None:
+    class Builder(backends._HostBuilder, _Threshold):  # type: ignore[misc, name-defined]
+        supports_spec_as_decode = False
+
+    with pytest.raises(ValueError, match=r"takes up to 1 tokens .* num_speculative_tokens=3 it must be 4"):
+        Builder(None, [], _engine_with_drafts(3), torch.device("cpu"))
 
 
 def test_in_sparse_mode_the_spec_of_a_main_layer_is_host_backed(

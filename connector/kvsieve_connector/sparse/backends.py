@@ -64,13 +64,23 @@ class _HostBuilder:
     per request, because the hot buffer has room for no more."""
 
     require_uniform_decodes = True
+    reorder_batch_threshold: int | None
+    """Most tokens of a request that are a decode step; vLLM adds a drafter's to the 1 given here."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: torch.device) -> None:
+        """Raises ValueError when vLLM counts other batches as decodes than those of decode steps."""
         # Dense prefill reads the paged cache, of which parts may be in the arena.
         vllm_config.attention_config.sparse_mla_force_mqa = True
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
         # FlashMLA's mixed batch is one kernel call for decode and prefill: they need different caches here.
         self.fp8_use_mixed_batch = False
+        # A decode step that counted as a prefill would be captured into graphs as vLLM's own attention.
+        found, wanted = self.reorder_batch_threshold, 1 + vllm_config.num_speculative_tokens
+        if found != wanted:
+            raise ValueError(
+                f"kvsieve: sparse mode: vLLM takes up to {found} tokens of a request for a decode step, with "
+                f"num_speculative_tokens={wanted - 1} it must be {wanted}; this vLLM differs from 0.33"
+            )
 
     def _init_reorder_batch_threshold(
         self, reorder_batch_threshold: int | None = 1, *args: Any, **kwargs: Any

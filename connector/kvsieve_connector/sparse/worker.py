@@ -53,7 +53,6 @@ class SparseWorkerHalf(WorkerHalf):
         """Arenas of sessions that are over, by epoch, which live requests still read; how to unpin each."""
         self._unpinning: list[threading.Thread] = []
         self._unshare: Callable[[], None] = lambda: None
-        self._drafts = vllm_config.speculative_config is not None
         self._runs_in_step = vllm_config.parallel_config.data_parallel_size > 1
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -125,10 +124,11 @@ class SparseWorkerHalf(WorkerHalf):
             self._sparse.warm.forget(step["scheduler_output"].finished_req_ids)
         self._sparse.begin(batch_rows(step["request_ids"], step["scheduler_output"]))
 
-    def forward_launched(self) -> None:
-        """Where engines run in step (DP), an idle one replays graphs without a batch: they must touch no
-        request's tables. A drafter that follows still reads them."""
-        if self._runs_in_step and not self._drafts:
+    def finish_saves(self, after_sampling: bool) -> None:
+        """Also: where engines run in step (DP), an idle one replays graphs without a batch, the model's and a
+        drafter's: they must touch no request's tables."""
+        super().finish_saves(after_sampling)
+        if after_sampling and self._runs_in_step:
             self._sparse.tables.clear_rows()
 
     def results(self) -> Any:
