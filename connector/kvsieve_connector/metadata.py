@@ -63,7 +63,7 @@ class HostBlocks:
 class StepOrders(KVConnectorMetadata):
     """Scheduler -> workers. `attachment` comes when it has changed; orders refer to it from this step on.
 
-    detach: the session is over; the arena is to be unmapped, so that a dead store's memory goes.
+    detach: the session is over, and there is no other yet; its arena is copied from and to no more.
     host_ended, host_backed, host_blocks: sparse mode, applied in this order. A request that is named in
     host_ended has no hot buffer any more; one that starts anew in the same step is named in both.
     host_preempted: those of host_ended that will come back.

@@ -229,6 +229,7 @@ class SchedulerHalf:
 
     def take_report(self, report: WorkerReport | None) -> None:
         """Seals the blocks that every rank has written: one batch."""
+        self._poll_seals()
         ready: list[SaveJob] = []
         if report is not None:
             self._unready += report.unready.get(self._sent_epoch, 0)
@@ -247,7 +248,6 @@ class SchedulerHalf:
                         ready.append(job)
         if ready and self._client is not None:
             self._seal(ready, self._client)
-        self._poll_seals()
         self._give_back()
 
     def _seal(self, ready: list[SaveJob], client: StoreClient) -> None:

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
+from kvsieve_connector.arenas import Arenas
 from kvsieve_connector.copy.base import CopyEngine, LayerPages
 from kvsieve_connector.geometry import WorkerGeometry, worker_geometry
 from kvsieve_connector.metadata import Handshake, LoadOrder, StepOrders, WorkerReport
@@ -39,6 +40,7 @@ class WorkerHalf:
         self._geometry: WorkerGeometry | None = None
         self._engine: CopyEngine | None = None
         self._order_of_layer: dict[str, int] = {}
+        self._arenas = Arenas(lambda memory: self._copies.let_go(memory))
         self._arena: ArenaMap | None = None
         self._orders = StepOrders()
         self._done_layers = 0
@@ -141,12 +143,12 @@ class WorkerHalf:
         return report
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        if self._engine is None:
+            return
+        self._unmap()
+        self._arenas.close()
+        self._engine.close()
+        self._engine = None
 
     def _layer_pages(
         self, geometry: WorkerGeometry, views: dict[str, torch.Tensor], rank: int
@@ -172,29 +174,28 @@ class WorkerHalf:
         return pages
 
     def _map(self, attachment: Attachment) -> None:
-        """Maps the arena, or moves to another session's lock. Failing that, works without a store."""
-        self._copies.drain()
-        self._epoch, self._said_unready = attachment.epoch, False
+        """Maps the arena for a new session. Failing that, works without a store."""
+        self._unmap()
+        self._epoch = attachment.epoch
         try:
-            if self._arena is None:
-                self._arena = ArenaMap(attachment)
-            else:
-                self._arena.update(attachment)
+            self._arena = self._arenas.map(attachment)
         except (KVSieveError, OSError, ValueError) as error:
             logger.error("kvsieve: can't map the arena, blocks are neither saved nor loaded: %s", error)
-            self._unmap()
-            self._epoch = attachment.epoch
         else:
             self._copies.use(self._arena)
 
     def _unmap(self) -> None:
-        """Gives the arena back: a dead store's memory goes with its last mapping."""
+        """The session is over: nothing is copied any more."""
         self._copies.drain()
         self._copies.use(None)
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            self._session_over(arena)
         self._epoch, self._said_unready = 0, False
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+
+    def _session_over(self, arena: ArenaMap) -> None:
+        """What becomes of the arena of the session of this epoch."""
+        self._arenas.leave(arena)
 
     def _guard_blocks(self) -> None:
         """What is launched from now on may write to blocks that a save still reads: let it wait."""

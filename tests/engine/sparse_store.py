@@ -46,16 +46,21 @@ class FakeStore:
         target = min(client.target, max(1, self.slots // (4 * len(self.clients))))
         return self.grant(client, max(target - held, 0))
 
-    def lease(self, slots: Sequence[int]) -> tuple[int, ...]:
+    def lease(self, slots: Sequence[int], lease: int = 0) -> tuple[int, ...]:
+        """Added to the lease, if it is there."""
         if not slots:
             return ()
+        if lease in self.leases:
+            self.leases[lease] += slots
+            return (lease,)
         self._next_lease += 1
         self.leases[self._next_lease] = list(slots)
         return (self._next_lease,)
 
     def give_back(self, client: FakeClient, leases: Sequence[int], refs: Sequence[SlotRef]) -> None:
+        """Leases that are gone already are skipped."""
         for lease in leases:
-            del self.leases[lease]
+            self.leases.pop(lease, None)
         for ref in refs:
             assert self.granted.pop(ref.slot) is client, "a slot that is not the session's"
             self.free.append(ref.slot)
@@ -120,7 +125,7 @@ class FakeClient:
         return self._call(answer)
 
     def seal_async(
-        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: bool = False
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: bool = False, lease: int = 0
     ) -> Any:
         def answer() -> Any:
             results, fresh = [], []
@@ -134,7 +139,7 @@ class FakeClient:
                     fresh.append(ref.slot)
                 elif not hold:
                     self.store.give_back(self, (), [ref])
-            leases = self.store.lease(fresh) if hold else ()
+            leases = self.store.lease(fresh, lease) if hold else ()
             self._slots += self.store.top_up(self)
             return Held(results, leases, self.epoch) if hold else results
 

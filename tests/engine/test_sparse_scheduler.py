@@ -130,11 +130,28 @@ def test_the_store_gets_nothing_back_while_a_step_may_read_it(overlap: int) -> N
     while "a" not in engine.done:
         engine.step()
     assert engine.orders[-1].host_ended == ["a"]
-    assert len(engine.client.store.leases) == 3
+    assert [len(slots) for slots in engine.client.store.leases.values()] == [10]
     for _ in range(overlap - 1):
         assert engine.half.has_pending_work()
         engine.step()
-        assert len(engine.client.store.leases) == 3
+        assert [len(slots) for slots in engine.client.store.leases.values()] == [10]
+    engine.run()
+    engine.client.tick()
+    assert not engine.client.store.leases
+
+
+def test_a_request_has_one_lease_however_long_it_decodes() -> None:
+    engine = scene(slots=400)
+    for name in ("a", "b"):
+        engine.submit(new_request(name, [*tokens_of(1, 640), ord(name)], 1000))
+        for _ in range(20):
+            engine.step()
+    while engine.running:
+        engine.step()
+        assert len(engine.client.store.leases) <= 2
+        most = max((len(slots) for slots in engine.client.store.leases.values()), default=0)
+        assert most <= 25
+    assert most > 20
     engine.run()
     engine.client.tick()
     assert not engine.client.store.leases

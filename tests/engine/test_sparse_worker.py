@@ -4,6 +4,7 @@ over. On CPU tensors, with the arena of a real store process.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from kvsieve_connector.metadata import HostBacked, HostBlocks, StepOrders
 from kvsieve_connector.sparse import runtime as runtimes
 from kvsieve_connector.sparse import worker as sparse_worker
 from kvsieve_connector.sparse.counters import EVERY_STEPS
-from kvsieve_store.client import Attachment, StoreClient
+from kvsieve_store.client import AdminClient, Attachment, SealEntry, SealResult, SlotRef, StoreClient
 from tests.conftest import StoreProcess
 from tests.engine.sparse_vllm import BLOCK
 from tests.engine.sparse_worker import (
@@ -30,7 +31,7 @@ from tests.engine.sparse_worker import (
     engine_config,
     forward,
 )
-from tests.protocol.client_stores import is_locked, until
+from tests.protocol.client_stores import is_locked, key, until
 
 Session = tuple[StoreClient, Attachment]
 
@@ -234,6 +235,68 @@ def test_requests_read_the_arenas_of_two_sessions(worker: Worker, attach: Any) -
     assert is_locked(second.lock_path)
     worker.step(backed(second.epoch, (0, ref.slot), name="b", first=40), b=(200, 1))
     assert worker.read(0, [0]).eq(7).all()
+
+
+def test_the_same_store_attached_anew_is_ready_at_once(worker: Worker, attach: Any) -> None:
+    """Whether or not a step came in between, and nobody read the old session's slots."""
+    client, first = attach()
+    worker.step(StepOrders(attachment=first))
+    found, memory = addresses(worker), worker.half._arena.memory
+    client.close()
+    worker.step(StepOrders(detach=True))
+    worker.step(StepOrders(forget_epochs=[first.epoch]))
+    assert not os.path.exists(first.lock_path) or not is_locked(first.lock_path)
+    client, second = attach()
+    worker.step(StepOrders(attachment=_numbered(second, first.epoch + 1)))
+    assert (addresses(worker), worker.half._arena.memory) == (found, memory)
+    assert worker.half.report() is None
+    client.close()
+    _, third = attach()
+    worker.step(StepOrders(attachment=_numbered(third, first.epoch + 2), forget_epochs=[first.epoch + 1]))
+    assert (addresses(worker), worker.half._arena.memory) == (found, memory)
+
+
+def test_slots_that_are_read_are_not_given_away_though_the_next_session_has_their_memory(
+    worker: Worker, store: StoreProcess, attach: Any
+) -> None:
+    """One is sealed and leased, one was not sealed yet when the session was lost. The next session takes all
+    that the store gives, and overwrites it."""
+    client, first = attach()
+    worker.step(StepOrders(attachment=first))
+    slot, rows = saved(worker, client, first)
+    loose, loose_rows = saved(worker, client, first)
+    ref = SlotRef(slot, worker.half._arena.generation(slot))
+    assert client.seal([SealEntry(key(1), b"", ref)], hold=True).results == [SealResult.SEALED]
+    worker.step(backed(first.epoch, (0, slot), (1, loose)), a=(200, 1))
+    found = addresses(worker)
+    client.close()
+    client, second = attach()
+    second = _numbered(second, first.epoch + 1)
+    worker.step(StepOrders(attachment=second), a=(201, 1))
+    assert addresses(worker) == found
+    # A session that nobody locks comes and goes: the store has looked at all locks since.
+    attach()[0].close()
+    with AdminClient(store.endpoint) as admin:
+        until(lambda: sorted(s.state for s in admin.list_sessions().sessions) == ["attached", "fencing"])
+
+    def take_all() -> set[int]:
+        client.reserve(second.slots)
+        refs = client.take_credits(second.slots)
+        for ref in refs:
+            worker.half._arena.slot(ref.slot)[:] = 0xEE
+        return {ref.slot for ref in refs}
+
+    taken = take_all()
+    assert len(taken) > 100
+    assert not taken & {slot, loose}
+    assert torch.equal(worker.read(0, [9]), rows[0][[9]])
+    assert torch.equal(worker.read(1, [BLOCK + 9]), loose_rows[1][[9]])
+    worker.step(StepOrders(host_ended=["a"], forget_epochs=[first.epoch]))
+    until(lambda: taken.update(take_all()) or {slot, loose} <= taken)
+
+
+def addresses(worker: Worker) -> list[int]:
+    return [int(segment.ctypes.data) for segment in worker.half._arena.segments]
 
 
 def test_blocks_of_an_arena_that_nobody_has_mapped_are_refused(worker: Worker, attach: Any) -> None:

@@ -14,6 +14,7 @@ import pytest
 from kvsieve_store.client import AdminClient, ArenaMap, ClientState, SealResult, StoreClient
 from kvsieve_store.errors import UnavailableError
 from tests.conftest import StoreProcess
+from tests.fault.proxy import Proxy
 from tests.protocol.client_stores import SPEC, chain, entries, until, write_chain
 
 ENGINE = """
@@ -94,6 +95,39 @@ def test_a_killed_store_is_noticed_at_once_and_its_successor_found(store: StoreP
             assert c.seal(entries(chain(3), refs), epoch=2) == [SealResult.SEALED] * 3
             assert c.match(chain(3)).refs == tuple(refs)
     assert changes == ["attached", "connecting", "attached", "closed"]
+
+
+def test_a_connection_that_breaks_costs_a_session_but_no_mapping(store: StoreProcess) -> None:
+    """The old session's slots stay taken while its lock is held, though both share the memory."""
+    with (
+        Proxy(store.endpoint) as proxy,
+        StoreClient(proxy.endpoint, SPEC, engine_id="test", credit_target=16) as c,
+        AdminClient(store.endpoint) as admin,
+        ArenaMap(c.wait_attached(20)) as old,
+    ):
+        held = c.seal(entries(chain(1), c.take_credits(1)), hold=True)
+        (slot,) = [ref.slot for ref in c.match(chain(1)).refs]
+        old.slot(slot)[:] = 5
+        proxy.cut()
+        until(lambda: c.state == ClientState.CONNECTING)
+        assert old.memory.store_lives()
+        proxy.mend()
+        with ArenaMap(c.wait_attached(20), old.memory) as new:
+            assert (new.attachment.epoch, new.attachment.instance) == (2, old.attachment.instance)
+            assert addresses(new) == addresses(old)
+            assert sorted(s.state for s in admin.list_sessions().sessions) == ["attached", "fencing"]
+            assert c.match(chain(1)).refs[0].slot == slot
+            with pytest.raises(UnavailableError, match=r"epoch: 1 given"):
+                c.release(held.lease_ids, epoch=held.epoch)
+            assert admin.evict("tests", keys=chain(1)).skipped == 1
+            old.close()
+            until(lambda: [s.state for s in admin.list_sessions().sessions] == ["attached"])
+            assert (new.slot(slot) == 5).all()
+            assert c.seal(entries(chain(1, start=1), c.take_credits(1)), epoch=2) == [SealResult.SEALED]
+
+
+def addresses(arena: ArenaMap) -> list[int]:
+    return [int(segment.ctypes.data) for segment in arena.segments]
 
 
 def test_a_client_may_come_before_its_store() -> None:

@@ -22,6 +22,7 @@ from tests.conftest import StoreProcess
 from tests.engine.conftest import run_engine
 from tests.engine.generate import connector_of, counters, generate, prompt, seals_done
 from tests.engine.test_serving import wait_for
+from tests.fault.proxy import Proxy
 
 Engine = Callable[..., AbstractContextManager[Any]]
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -79,6 +80,50 @@ def test_store_killed_under_load_and_back(
         assert counters(llm)["store_losses"] == 1
         with AdminClient(store.endpoint) as admin:
             assert admin.status().sealed_blocks > 0
+
+
+@pytest.mark.parametrize("is_noticed", [True, False], ids=["step without a session", "session replaced"])
+def test_connection_lost_under_load_and_back(
+    is_noticed: bool, engine: Engine, store: StoreProcess, tiny_qwen3: Path
+) -> None:
+    """The same store is attached anew: its memory stays where it is, and its blocks are found."""
+    ids = [prompt(1200, seed) for seed in range(4)]
+    args = {"max_num_batched_tokens": 512, "dtype": "float32"}
+    with engine(tiny_qwen3, **args) as llm:
+        plain = [a.tokens for a in generate(llm, ids, max_tokens=40)]
+    with (
+        Proxy(store.endpoint) as proxy,
+        engine(tiny_qwen3, proxy.endpoint, disable_log_stats=False, **args) as llm,
+        AdminClient(store.endpoint) as admin,
+    ):
+        client, worker = connector_of(llm)._session._client, connector_of(llm, "worker")._worker
+        found: list[list[int]] = []
+
+        def note() -> None:
+            found.append([int(segment.ctypes.data) for segment in worker._arena.segments])
+
+        def cut() -> None:
+            note()
+            proxy.cut()
+            wait_for(lambda: client.attachment is None)
+            if not is_noticed:
+                mend()
+
+        def mend() -> None:
+            assert (worker._arena is None) == is_noticed
+            proxy.mend()
+            wait_for(lambda: client.attachment is not None and client.attachment.epoch == 2)
+
+        add(llm, ids, 40)
+        answers = step_until_done(llm, {5: cut, 8: mend if is_noticed else note})
+        assert [answers[f"r{n}"] for n in range(4)] == plain
+        note()
+        assert found[0] == found[-1]
+        seals_done(llm)
+        assert counters(llm)["store_losses"] == 1
+        assert counters(llm)["saved_blocks"] > 0
+        wait_for(lambda: [s.state for s in admin.list_sessions().sessions] == ["attached"])
+        assert worker._arena.memory.store_lives()
 
 
 def test_store_killed_between_match_and_load(engine: Engine, store: StoreProcess, tiny_qwen3: Path) -> None:

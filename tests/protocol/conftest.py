@@ -129,9 +129,9 @@ class Engine:
         return list((await self.seal_and_lease(*numbers, parents=parents, lease_ms=0)).status)
 
     async def seal_and_lease(
-        self, *numbers: int, parents: bytes | None = None, lease_ms: int
+        self, *numbers: int, parents: bytes | None = None, lease_ms: int, lease_id: int = 0
     ) -> pb.SealResponse:
-        """As seal(), with a lease; returns the answer."""
+        """As seal(), with a lease, or added to one; returns the answer."""
         refs = [self.credits.pop(0) for _ in numbers]
         chain = (ROOT + keys(*numbers))[: 32 * len(numbers)]
         answer = await self.store.Seal(
@@ -142,6 +142,7 @@ class Engine:
                 slots=[slot for slot, _ in refs],
                 generations=[generation for _, generation in refs],
                 lease_ms=lease_ms,
+                lease_id=lease_id,
             )
         )
         self.take(answer.credits)

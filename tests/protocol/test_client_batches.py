@@ -25,8 +25,8 @@ def test_match(asked: list[bytes], limit: int) -> None:
 
 @given(sealed, limits)
 def test_seal(entries: list[SealEntry], limit: int) -> None:
-    requests = list(seal_requests(SESSION, entries, 7, limit))
-    assert all(request.lease_ms == 7 for request in requests)
+    requests = list(seal_requests(SESSION, entries, 7, 9, limit))
+    assert all((request.lease_ms, request.lease_id) == (7, 9) for request in requests)
     assert all(0 < len(request.slots) <= limit for request in requests)
     assert b"".join(request.keys for request in requests) == b"".join(e.key for e in entries)
     assert b"".join(request.parents for request in requests) == b"".join(

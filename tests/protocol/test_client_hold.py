@@ -8,9 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from kvsieve_store.client import AdminClient, AsyncStoreClient, Held, SealResult, SlotRef, StoreClient
+from kvsieve_store.client import (
+    AdminClient,
+    AsyncStoreClient,
+    Held,
+    SealEntry,
+    SealResult,
+    SlotRef,
+    StoreClient,
+)
 from kvsieve_store.errors import CapacityError, InvalidRequestError, SlotNotHeldError, UnavailableError
-from tests.protocol.client_stores import SPEC, chain, client, entries, until, write_chain
+from tests.protocol.client_stores import SPEC, chain, client, entries, key, until, write_chain
 
 pytestmark = pytest.mark.usefixtures("empty")
 
@@ -127,14 +135,79 @@ def test_a_hold_over_the_limit_of_leases_seals_nothing(
         assert c.seal(entries(chain(1, start=1), refs), hold=True).results == [SEALED]
 
 
-def test_long_holds_are_split_into_a_lease_each(endpoint: str) -> None:
+def test_a_long_hold_in_several_messages_is_one_lease(endpoint: str) -> None:
     with client(endpoint, credit_target=0) as c, AdminClient(endpoint) as admin:
         c.reserve(7)
         split_seals(c)
         held = c.seal(entries(chain(7), c.take_credits(7)), hold=True)
-        assert (held.results, len(held.lease_ids)) == ([SEALED] * 7, 3)
+        assert (held.results, len(held.lease_ids)) == ([SEALED] * 7, 1)
+        assert held_and_leased(admin) == (0, 1)
         c.release(held.lease_ids)
         assert admin.status().leases == 0
+
+
+def renewed(c: StoreClient) -> set[int]:
+    """The leases that go out with each heartbeat."""
+    assert c._core._session is not None
+    return c._core._session.leases
+
+
+def test_who_holds_more_and_more_has_one_lease_to_renew(endpoint: str) -> None:
+    """A match, then a block at a time: one lease at the store, and one on the wire, whatever the blocks."""
+    with client(endpoint, lease_ms=1_500) as c, AdminClient(endpoint) as admin:
+        write_chain(c, chain(2))
+        (lease,) = c.match(chain(2)).lease_ids
+        for n in range(2, 12):
+            (ref,) = c.take_credits(1)
+            held = c.seal([SealEntry(key(n), key(n - 1), ref)], hold=True, lease=lease)
+            assert (held.results, held.lease_ids) == ([SEALED], (lease,))
+        assert (held_and_leased(admin)[1], renewed(c)) == (1, {lease})
+        # Twice the length of the lease; the heartbeat goes out in a third of it.
+        threading.Event().wait(3)
+        assert admin.list_pools().pools[0].leased_blocks == 12
+        c.release([lease])
+        assert (admin.list_pools().pools[0].leased_blocks, renewed(c)) == (0, set())
+
+
+def test_a_lease_that_is_gone_is_made_anew(endpoint: str) -> None:
+    with client(endpoint) as c:
+        write_chain(c, chain(1))
+        (lease,) = c.match(chain(1)).lease_ids
+        c.release([lease])
+        held = c.seal(entries(chain(1, start=1), c.take_credits(1)), hold=True, lease=lease)
+        (other,) = held.lease_ids
+        assert (other != lease, renewed(c)) == (True, {other})
+
+
+def test_a_hold_that_fails_keeps_the_lease_that_it_was_given(endpoint: str) -> None:
+    """Two messages: the first is sealed into the lease, the second refused. What is in the lease stays."""
+    with client(endpoint, credit_target=0) as c, AdminClient(endpoint) as admin:
+        assert c.reserve(10) == 10
+        write_chain(c, chain(1))
+        (lease,) = c.match(chain(1)).lease_ids
+        split_seals(c)
+        refs = c.take_credits(5)
+        bad = [*refs[:4], SlotRef(refs[4].slot, 99)]
+        with pytest.raises(SlotNotHeldError):
+            c.seal(entries(chain(5, start=1), bad), hold=True, lease=lease)
+        assert admin.list_pools().pools[0].leased_blocks == 4
+        c.release([lease], refs[3:])
+        assert held_and_leased(admin) == (4, 0)
+        assert admin.list_pools().pools[0].leased_blocks == 0
+
+
+def test_a_cancelled_hold_leaves_what_it_added_to_its_lease(endpoint: str) -> None:
+    with client(endpoint, credit_target=0) as c, AdminClient(endpoint) as admin:
+        c.reserve(40)
+        write_chain(c, chain(1))
+        (lease,) = c.match(chain(1)).lease_ids
+        for n in range(1, 31):
+            c.seal_async(entries(chain(1, start=n), c.take_credits(1)), hold=True, lease=lease).cancel()
+        c.match(chain(1))  # the seals' answers are in
+        until(lambda: held_and_leased(admin)[1] == 2)
+        assert lease in renewed(c)
+        c.release([lease])
+        until(lambda: admin.list_pools().pools[0].leased_blocks == 1)
 
 
 def test_the_end_of_the_client_lets_go(endpoint: str) -> None:

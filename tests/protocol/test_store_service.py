@@ -101,6 +101,20 @@ async def test_a_seal_with_a_lease_leases_what_it_sealed_and_leaves_duplicates(e
     assert (only.status, only.lease_id) == ([pb.SEAL_STATUS_DUPLICATE], 0)
 
 
+async def test_a_seal_adds_to_a_lease(engine: Engine) -> None:
+    await engine.seal(1)
+    lease = (await engine.match(1, lease_ms=60_000)).lease_id
+    assert (await engine.seal_and_lease(2, 3, lease_ms=60_000, lease_id=lease)).lease_id == lease
+    assert "leases: 1" in await snapshot(engine)
+    other = (await engine.seal_and_lease(4, lease_ms=60_000, lease_id=lease + 1)).lease_id
+    assert other not in (0, lease)
+    before = await snapshot(engine)
+    await fails(
+        engine.seal_and_lease(5, lease_ms=0, lease_id=lease), INVALID, f"lease_id: {lease} given without"
+    )
+    assert await snapshot(engine) == before
+
+
 async def test_reserve_grants_what_is_there(engine: Engine) -> None:
     granted = await engine.store.Reserve(pb.ReserveRequest(session_id=engine.session_id, count=3))
     assert len(granted.credits.slots) == 3

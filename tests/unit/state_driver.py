@@ -59,13 +59,18 @@ class Engine:
         return self.state.reserve(self.id, count, self.now)
 
     def seal(
-        self, grant: Grant, block_keys: bytes, parents: bytes | None = None, lease_ms: int = 0
+        self,
+        grant: Grant,
+        block_keys: bytes,
+        parents: bytes | None = None,
+        lease_ms: int = 0,
+        lease_id: int = 0,
     ) -> Sealed:
         """Seals the first slots of a grant; no parents: each block is the first of its chain."""
         count = len(block_keys) // 32
         parents = bytes(len(block_keys)) if parents is None else parents
         slots, generations = grant.slots[:count], grant.generations[:count]
-        return self.state.seal(self.id, block_keys, parents, slots, generations, self.now, lease_ms)
+        return self.state.seal(self.id, block_keys, parents, slots, generations, self.now, lease_ms, lease_id)
 
     def save(self, *numbers: int | str) -> Grant:
         """Reserves and seals one block per number, none with a parent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import threading
@@ -233,6 +234,16 @@ def test_only_the_arena_of_a_dead_store_of_the_same_address_is_removed(
     (dead / "seg-000").write_bytes(b"x")
     newest = create().path
     assert set(tmp_path.iterdir()) == {mine, other, newest}
+
+
+def test_who_looks_whether_a_dead_store_lives_does_not_keep_it(create: Create, tmp_path: Path) -> None:
+    mine = create().path
+    dead = mine.with_name(f"{mine.name}dead")
+    dead.mkdir()
+    with (dead / "store.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        create()
+    assert not dead.exists()
 
 
 def test_the_lock_of_a_dead_store_goes_last(

@@ -6,11 +6,9 @@ import ctypes
 import fcntl
 import os
 import pickle
-import secrets
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,45 +16,27 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvsieve_store.client import ArenaMap, Attachment
+from kvsieve_store.client import ArenaMap, ArenaMemory, Attachment
 from kvsieve_store.errors import InvalidRequestError, UnavailableError
-from kvsieve_store.protocol.layout import HEADER_LAYERS_DONE, ExtentLayout
+from kvsieve_store.protocol.layout import HEADER_LAYERS_DONE
 from tests.protocol.client_stores import is_locked
-
-EXTENT = 64 << 10
-LAYOUT = ExtentLayout.of(EXTENT, 8192)
-SEGMENTS = (2 * EXTENT, EXTENT, 3 * EXTENT)
-SLOTS = sum(SEGMENTS) // EXTENT * LAYOUT.slots_per_extent
+from tests.unit.arena_files import EXTENT, LAYOUT, SEGMENTS, SLOTS, ArenaFiles, again, mappings
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Attachment]:
+def make(tmp_path: Path) -> Iterator[Callable[..., Attachment]]:
     """make() -> the attachment of a new store; make(of=attachment) -> a newer session with the same store."""
+    stores: list[ArenaFiles] = []
 
     def make(of: Attachment | None = None) -> Attachment:
-        lock = tmp_path / f"session-{secrets.token_hex(4)}.lock"
-        lock.touch()
         if of is not None:
-            return replace(of, epoch=of.epoch + 1, lock_path=str(lock))
-        home = tmp_path / secrets.token_hex(4)
-        home.mkdir()
-        for i, size in enumerate(SEGMENTS):
-            with (home / f"seg-{i}").open("wb") as file:
-                file.truncate(size)
-        return Attachment(
-            epoch=1,
-            instance=secrets.token_bytes(16),
-            pool_id=bytes(32),
-            extent_bytes=EXTENT,
-            segments=tuple((str(home / f"seg-{i}"), size) for i, size in enumerate(SEGMENTS)),
-            slot_bytes=LAYOUT.slot_bytes,
-            slots_per_extent=LAYOUT.slots_per_extent,
-            slots_offset=LAYOUT.slots_offset,
-            lock_path=str(lock),
-            store_version="0",
-        )
+            return again(of)
+        stores.append(ArenaFiles(tmp_path))
+        return stores[-1].attach()
 
-    return make
+    yield make
+    for store in stores:
+        store.die()
 
 
 def arena_bytes(attachment: Attachment) -> bytes:
@@ -116,6 +96,79 @@ def test_two_maps_share_the_memory(make: Callable[..., Attachment]) -> None:
     with ArenaMap(attachment) as one, ArenaMap(make(of=attachment)) as other:
         one.slot(3)[:] = 7
         assert (other.slot(3) == 7).all()
+
+
+def addresses(arena: ArenaMap) -> list[int]:
+    return [int(segment.ctypes.data) for segment in arena.segments]
+
+
+def test_maps_of_two_sessions_share_one_memory_and_have_a_lock_each(make: Callable[..., Attachment]) -> None:
+    first = make()
+    second, home = make(of=first), Path(first.lock_path).parent
+    one = ArenaMap(first)
+    other = ArenaMap(second, one.memory)
+    assert (other.memory, addresses(other)) == (one.memory, addresses(one))
+    assert mappings(home) == len(SEGMENTS)
+    one.close()
+    assert not is_locked(first.lock_path)
+    assert is_locked(second.lock_path)
+    other.slot(3)[:] = 7
+    assert mappings(home) == len(SEGMENTS)
+    other.close()
+    assert mappings(home) == 0
+
+
+def test_memory_of_another_store_is_not_shared(make: Callable[..., Attachment]) -> None:
+    with ArenaMap(make()) as one, ArenaMap(make(), one.memory) as other:
+        assert other.memory is not one.memory
+        one.slot(1)[:] = 1
+        assert (other.slot(1) == 0).all()
+
+
+@pytest.mark.parametrize("by_update", [True, False])
+def test_what_the_arena_has_grown_by_is_mapped_in_addition(tmp_path: Path, by_update: bool) -> None:
+    store = ArenaFiles(tmp_path)
+    with ArenaMap(store.attach()) as arena:
+        before = addresses(arena)
+        with pytest.raises(InvalidRequestError):
+            arena.slot(SLOTS)
+        store.grow(EXTENT)
+        if by_update:
+            arena.update(store.attach())
+            grown = arena
+        else:
+            grown = ArenaMap(store.attach(), arena.memory)
+        with grown:
+            assert addresses(grown)[:-1] == before
+            assert mappings(store.path) == len(SEGMENTS) + 1
+            grown.slot(SLOTS)[:] = 3
+            assert grown.generations([SLOTS]).tolist() == [0]
+    store.die()
+
+
+def test_growth_that_is_gone_leaves_the_memory_as_it_was(tmp_path: Path) -> None:
+    store = ArenaFiles(tmp_path)
+    with ArenaMap(store.attach()) as arena:
+        for _ in range(2):
+            store.grow(EXTENT)
+        os.unlink(store.segments[-1][0])
+        with pytest.raises(UnavailableError, match="is gone"):
+            ArenaMap(store.attach(), arena.memory)
+        assert mappings(store.path) == len(SEGMENTS)
+    store.die()
+
+
+@pytest.mark.parametrize("end", ["die", "end"])
+def test_memory_knows_whether_its_store_lives(tmp_path: Path, end: str) -> None:
+    store = ArenaFiles(tmp_path)
+    with ArenaMap(store.attach()) as arena:
+        memory = arena.memory
+        assert memory.store_lives()
+        assert memory.store_lives()
+        getattr(store, end)()
+        assert not memory.store_lives()
+        assert (arena.slot(0) == 0).all()
+    assert not ArenaMemory(b"").store_lives()
 
 
 def test_another_process_maps_from_a_pickled_attachment(make: Callable[..., Attachment]) -> None:

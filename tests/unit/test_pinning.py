@@ -73,7 +73,7 @@ def test_chunks_of_a_large_segment_are_a_gib() -> None:
 def test_an_arena_is_pinned_on_a_thread_and_given_back() -> None:
     registrar = NotingRegistrar()
     arena = segments(3, 1)
-    pinning = Pinning(b"i", arena, EXTENT, registrar)
+    pinning = Pinning(arena, EXTENT, registrar)
     until(lambda: pinning.done)
     assert registrar.registered == {int(s.ctypes.data): s.nbytes for s in arena}
     pinning.undo()
@@ -87,7 +87,7 @@ def test_an_arena_is_pinned_on_a_thread_and_given_back() -> None:
 def test_undo_waits_for_the_chunk_under_way_and_pins_no_other() -> None:
     gate = threading.Event()
     registrar = NotingRegistrar(gate=gate)
-    pinning = Pinning(b"i", segments(1, 1, 1), EXTENT, registrar)
+    pinning = Pinning(segments(1, 1, 1), EXTENT, registrar)
     assert registrar.first.wait(30)
     undoing = threading.Thread(target=pinning.undo)
     undoing.start()
@@ -102,7 +102,7 @@ def test_undo_waits_for_the_chunk_under_way_and_pins_no_other() -> None:
 
 def test_a_refused_chunk_gives_the_others_back() -> None:
     registrar = NotingRegistrar(errors={3: 2})
-    pinning = Pinning(b"i", segments(1, 1, 1, 1), EXTENT, registrar)
+    pinning = Pinning(segments(1, 1, 1, 1), EXTENT, registrar)
     until(lambda: pinning.error is not None and not registrar.registered)
     assert not pinning.done
     assert "cudaErrorMemoryAllocation (2)" in str(pinning.error)
@@ -113,9 +113,9 @@ def test_a_refused_chunk_gives_the_others_back() -> None:
 def test_two_arenas_live_side_by_side() -> None:
     registrar = NotingRegistrar()
     old, new = segments(2), segments(1)
-    before = Pinning(b"old", old, EXTENT, registrar)
+    before = Pinning(old, EXTENT, registrar)
     until(lambda: before.done)
-    after = Pinning(b"new", new, EXTENT, registrar)
+    after = Pinning(new, EXTENT, registrar)
     until(lambda: after.done)
     assert before.done
     assert len(registrar.registered) == 2
@@ -123,6 +123,60 @@ def test_two_arenas_live_side_by_side() -> None:
     assert list(registrar.registered) == [int(new[0].ctypes.data)]
     after.undo()
     assert registrar.registered == {}
+
+
+def test_what_an_arena_has_grown_by_is_pinned_in_addition() -> None:
+    gate = threading.Event()
+    gate.set()
+    registrar = NotingRegistrar(gate=gate)
+    arena = segments(2, 1, 1)
+    pinning = Pinning(arena[:2], EXTENT, registrar)
+    until(lambda: pinning.done)
+    pinning.extend(arena[:2])
+    assert pinning.done
+    assert registrar.calls == 2
+    gate.clear()
+    pinning.extend(arena)
+    assert not pinning.done
+    assert len(registrar.registered) == 2  # what was pinned stays so
+    gate.set()
+    until(lambda: pinning.done)
+    assert registrar.calls == 3
+    assert registrar.registered == {int(s.ctypes.data): s.nbytes for s in arena}
+    pinning.undo()
+    assert registrar.registered == {}
+
+
+def test_when_the_growth_is_refused_the_rest_stays_pinned_and_it_can_be_tried_again() -> None:
+    registrar = NotingRegistrar(errors={3: 2})
+    arena = segments(1, 1, 1)
+    pinning = Pinning(arena[:1], EXTENT, registrar)
+    until(lambda: pinning.done)
+    pinning.extend(arena)
+    until(lambda: pinning.error is not None and not pinning._under_way)
+    assert not pinning.done
+    assert list(registrar.registered) == [int(arena[0].ctypes.data)]
+    pinning.extend(arena)
+    until(lambda: pinning.done)
+    assert pinning.error is None
+    assert len(registrar.registered) == 3
+    pinning.undo()
+    assert registrar.registered == {}
+
+
+def test_undo_while_growth_waits_pins_no_more() -> None:
+    gate = threading.Event()
+    registrar = NotingRegistrar(gate=gate)
+    pinning = Pinning(segments(1), EXTENT, registrar)
+    pinning.extend(segments(1, 1))
+    assert registrar.first.wait(30)
+    undoing = threading.Thread(target=pinning.undo)
+    undoing.start()
+    until(pinning._stop.is_set)
+    gate.set()
+    undoing.join(30)
+    assert not undoing.is_alive()
+    assert (registrar.calls, registrar.registered) == (1, {})
 
 
 def test_progress_is_told_every_tenth_but_once_a_second_at_most() -> None:

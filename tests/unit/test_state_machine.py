@@ -171,7 +171,12 @@ class StoreMachine(CheckedStoreModel):
     def seal(self, data: st.DataObject, new_keys: list[bytes], lease_ms: int) -> None:
         session_id = data.draw(st.sampled_from(self.holders()))
         parents = [data.draw(st.sampled_from([ROOT, *KEYS])) for _ in new_keys]
-        self.seal_held(session_id, new_keys, parents, lease_ms)
+        self.seal_held(session_id, new_keys, parents, lease_ms, self.draw_lease(data, session_id, lease_ms))
+
+    def draw_lease(self, data: st.DataObject, session_id: bytes, lease_ms: int) -> int:
+        """A lease to add to: often one of the session's, at times one that it does not have, or none."""
+        own = sorted(self.sessions[session_id].leases)
+        return data.draw(st.sampled_from([0, *own, *own, 999, *self.leases])) if lease_ms else 0
 
     @precondition(lambda self: self.live())
     @rule(
@@ -183,13 +188,15 @@ class StoreMachine(CheckedStoreModel):
         new_keys = KEYS[start : start + count]
         self.reserve_slots(session_id, len(new_keys))
         if self.sessions[session_id].held:
-            self.seal_held(session_id, new_keys, [KEYS[start - 1] if start else ROOT, *new_keys], lease_ms)
+            parents = [KEYS[start - 1] if start else ROOT, *new_keys]
+            lease_id = self.draw_lease(data, session_id, lease_ms)
+            self.seal_held(session_id, new_keys, parents, lease_ms, lease_id)
 
     def holders(self) -> list[bytes]:
         return [session_id for session_id in self.live() if self.sessions[session_id].held]
 
     def seal_held(
-        self, session_id: bytes, new_keys: list[bytes], parents: list[bytes], lease_ms: int
+        self, session_id: bytes, new_keys: list[bytes], parents: list[bytes], lease_ms: int, lease_id: int
     ) -> None:
         """Seals as many of the keys as the session holds slots."""
         session = self.sessions[session_id]
@@ -203,6 +210,7 @@ class StoreMachine(CheckedStoreModel):
             np.array([session.held[slot] for _, _, slot in entries], np.uint32),
             self.now,
             lease_ms,
+            lease_id,
         )
         new: set[bytes] = set()
         for (k, parent, slot), status in zip(entries, sealed.status.tolist(), strict=True):
@@ -212,7 +220,14 @@ class StoreMachine(CheckedStoreModel):
                 new.add(k)
             elif not lease_ms:
                 del session.held[slot]
-        self.leased_now(session_id, sealed.lease_id, new, lease_ms)
+        if new and lease_id in session.leases:
+            assert sealed.lease_id == lease_id
+            lease, seconds = self.leases[lease_id], lease_ms / 1000
+            lease.keys |= new
+            lease.duration = max(lease.duration, seconds)
+            lease.expiry = max(lease.expiry, self.now + seconds)
+        else:
+            self.leased_now(session_id, sealed.lease_id, new, lease_ms)
         session.last_seen = self.now
         self.took(session_id, sealed.grant, self.credits(session_id) - len(session.held))
 

@@ -120,6 +120,89 @@ def test_a_seals_lease_ends_with_time_and_is_renewed(state: StoreState, engine: 
     assert engine.release(lease).leases == 0
 
 
+def test_what_a_request_seals_over_time_is_one_lease(engine: Engine) -> None:
+    engine.save(1, 2)
+    lease = engine.match(1, 2, lease_ms=1000).lease_id
+    for n in (3, 4, 5):
+        assert engine.seal(engine.reserve(1), keys(n), lease_ms=1000, lease_id=lease).lease_id == lease
+    assert (engine.session.leases, engine.session.leased) == ({lease}, 5)
+    assert leases(engine.state) == [1] * 5
+    assert engine.release(lease).leases == 1
+    assert (leases(engine.state), engine.session.leased) == ([0] * 5, 0)
+
+
+def test_what_is_added_lasts_as_long_as_it_was_leased_for(state: StoreState, engine: Engine) -> None:
+    lease = engine.seal(engine.reserve(1), keys(1), lease_ms=1000).lease_id
+    engine.now = 0.9
+    engine.seal(engine.reserve(1), keys(2), lease_ms=3000, lease_id=lease)
+    state.tick(3.8)
+    assert leases(state) == [1, 1]
+    state.heartbeat(engine.id, [lease], 3.8)  # by the longer of both lengths
+    state.tick(6.7)
+    assert leases(state) == [1, 1]
+    state.tick(6.8)
+    assert leases(state) == [0, 0]
+
+
+def test_a_short_addition_does_not_shorten_the_lease(state: StoreState, engine: Engine) -> None:
+    lease = engine.seal(engine.reserve(1), keys(1), lease_ms=5000).lease_id
+    engine.seal(engine.reserve(1), keys(2), lease_ms=1000, lease_id=lease)
+    state.tick(4.9)
+    assert leases(state) == [1, 1]
+
+
+@pytest.mark.parametrize("gone", ["released", "expired", "another session's", "never there"])
+def test_a_lease_that_is_gone_is_replaced_by_a_new_one(state: StoreState, engine: Engine, gone: str) -> None:
+    owner = attach(state, name="other") if gone == "another session's" else engine
+    lease = owner.seal(owner.reserve(1), keys(1), lease_ms=1000).lease_id
+    if gone == "released":
+        engine.release(lease)
+    elif gone == "expired":
+        state.tick(1.0)
+        engine.now = 1.0
+    elif gone == "never there":
+        lease += 1000
+    new = engine.seal(engine.reserve(1), keys(2), lease_ms=1000, lease_id=lease).lease_id
+    assert new not in (0, lease)
+    engine.release(new)
+    assert leases(state)[1] == 0
+
+
+def test_duplicates_add_nothing(engine: Engine) -> None:
+    lease = engine.seal(engine.reserve(1), keys(1), lease_ms=1000).lease_id
+    again = engine.seal(engine.reserve(1), keys(1), lease_ms=1000, lease_id=lease)
+    assert (again.status.tolist(), again.lease_id, engine.session.leased) == ([2], 0, 1)
+
+
+def test_a_lease_to_add_to_without_a_length_is_refused(engine: Engine) -> None:
+    lease = engine.seal(engine.reserve(1), keys(1), lease_ms=1000).lease_id
+    grant = engine.reserve(1)
+    before = freeze(engine.state)
+    with pytest.raises(InvalidRequestError, match=f"lease_id: {lease} given without lease_ms"):
+        engine.seal(grant, keys(2), lease_id=lease)
+    assert freeze(engine.state) == before
+
+
+def test_requests_without_end_need_one_lease_each(
+    state: StoreState, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many leases as a session may have, and each of them grows until the arena is full."""
+    monkeypatch.setattr("kvsieve_store.state.leases.MAX_LEASES", 2)
+    mine = [engine.seal(engine.reserve(1), keys(n), lease_ms=1000).lease_id for n in range(2)]
+    for n in range(2, 32):
+        lease = mine[n % 2]
+        assert engine.seal(engine.reserve(1), keys(n), lease_ms=1000, lease_id=lease).lease_id == lease
+    assert leases(state) == [1] * 32
+    assert len(engine.reserve(1)) == 0
+    monkeypatch.setattr("kvsieve_store.state.leases.MAX_LEASED", 31)
+    engine.release(mine[0])
+    grant = engine.reserve(16)
+    before = freeze(state)
+    with pytest.raises(CapacityError, match="keys: 16 more slots to lease, the session's leases have 16, 31"):
+        engine.seal(grant, keys(*range(100, 116)), lease_ms=1000, lease_id=mine[1])
+    assert freeze(state) == before
+
+
 def test_the_end_of_the_session_gives_back_leases_and_duplicates(state: StoreState, engine: Engine) -> None:
     engine.save(1)
     engine.seal(engine.reserve(2), keys(1, 2), lease_ms=1000)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvsieve_connector.metadata import LoadOrder, SaveOrder
-    from kvsieve_store.client import ArenaMap
+    from kvsieve_store.client import ArenaMap, ArenaMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +77,15 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def use(self, arena: ArenaMap | None) -> None:
-        """Works on this arena from now on; None: on none, loads fail. drain() comes first."""
+        """Works on this arena from now on; None: on none, loads fail. drain() comes first.
+
+        An arena's memory stays within the device's reach until let_go().
+        """
 
     @abstractmethod
-    def leave(self) -> Callable[[], None]:
-        """Works on no arena from now on, but leaves the last one within the device's reach until the returned
-        function is called. drain() comes first."""
+    def let_go(self, memory: ArenaMemory) -> None:
+        """Takes memory out of the device's reach, which may take long; nothing reads or writes it any more.
+        May be called by any thread."""
 
     @abstractmethod
     def drain(self) -> None:

@@ -6,7 +6,6 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -15,7 +14,7 @@ from kvsieve_connector.copy.base import CopyEngine, LayerPages, LoadResult, Save
 
 if TYPE_CHECKING:
     from kvsieve_connector.metadata import LoadOrder, SaveOrder
-    from kvsieve_store.client import ArenaMap
+    from kvsieve_store.client import ArenaMap, ArenaMemory
 
 logger = init_logger("vllm.kvsieve")
 
@@ -43,9 +42,8 @@ class CpuCopyEngine(CopyEngine):
     def use(self, arena: ArenaMap | None) -> None:
         self._arena = arena
 
-    def leave(self) -> Callable[[], None]:
-        self._arena = None
-        return lambda: None
+    def let_go(self, memory: ArenaMemory) -> None:
+        """Nothing to do: what is mapped can be reached."""
 
     def save_layer(self, index: int, orders: list[SaveOrder]) -> None:
         assert self._arena is not None

@@ -7,7 +7,7 @@ loads are refused, which costs only misses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,11 +16,11 @@ import torch
 
 from kvsieve_connector.copy.base import CopyEngine, LayerPages, LoadResult, SaveResult
 from kvsieve_connector.copy.pieces import Pieces, Way, way_of
-from kvsieve_connector.copy.pinning import CudaRegistrar, Pinning
+from kvsieve_connector.copy.pinning import CudaRegistrar, Pinning, Pinnings
 
 if TYPE_CHECKING:
     from kvsieve_connector.metadata import BlockPages, LoadOrder, SaveOrder
-    from kvsieve_store.client import ArenaMap
+    from kvsieve_store.client import ArenaMap, ArenaMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,7 @@ class CudaCopyEngine(CopyEngine):
         self._load_stream = torch.cuda.Stream(self._device, priority=low)
         self._arena: ArenaMap | None = None
         self._load_way, self._save_way = _way(self._load_runs), _way(self._save_runs)
+        self._pinnings = Pinnings(CudaRegistrar(self._device))
         self._pinning: Pinning | None = None
         self._saves: list[tuple[list[SaveOrder], _Batch]] = []
         self._loads: list[tuple[LoadOrder, _Batch]] = []
@@ -95,22 +96,11 @@ class CudaCopyEngine(CopyEngine):
         return self._pinning is not None and self._pinning.done
 
     def use(self, arena: ArenaMap | None) -> None:
-        instance = arena.attachment.instance if arena is not None else None
-        if self._pinning is not None and self._pinning.instance != instance:
-            self._pinning.undo()
-            self._pinning = None
         self._arena = arena
-        if arena is not None and self._pinning is None:
-            self._pinning = Pinning(
-                arena.attachment.instance,
-                arena.segments,
-                arena.attachment.extent_bytes,
-                CudaRegistrar(self._device),
-            )
+        self._pinning = self._pinnings.of(arena) if arena is not None else None
 
-    def leave(self) -> Callable[[], None]:
-        pinning, self._pinning, self._arena = self._pinning, None, None
-        return pinning.undo if pinning is not None else lambda: None
+    def let_go(self, memory: ArenaMemory) -> None:
+        self._pinnings.let_go(memory)
 
     def drain(self) -> None:
         self._save_stream.synchronize()
@@ -162,6 +152,7 @@ class CudaCopyEngine(CopyEngine):
     def close(self) -> None:
         self.drain()
         self.use(None)
+        self._pinnings.close()
 
     def _intact(self, order: LoadOrder) -> bool:
         """Whether this arena's slots hold what was matched."""

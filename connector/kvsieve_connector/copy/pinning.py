@@ -1,4 +1,4 @@
-"""Pins an arena for CUDA: registers it in chunks on a thread, and gives it back the same way.
+"""Pins arenas for CUDA: registers their memory in chunks on a thread, and gives it back the same way.
 
 Pinning hundreds of GiB takes minutes. The store has touched all of its memory before an engine attaches, so
 that a chunk costs little more than the driver's bookkeeping.
@@ -7,6 +7,7 @@ that a chunk costs little more than the driver's bookkeeping.
 from __future__ import annotations
 
 import logging
+import queue
 import resource
 import threading
 import time
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
+
+    from kvsieve_store.client import ArenaMap, ArenaMemory
 
 logger = logging.getLogger("vllm.kvsieve")
 
@@ -71,15 +74,43 @@ class CudaRegistrar:
         return int(torch.cuda.cudart().cudaHostUnregister(address))
 
 
-class Pinning:
-    """An arena's segments, pinned from the constructor until undo(). Several may be alive at a time.
+class Pinnings:
+    """What is pinned of arenas' memory: each memory once, for all sessions that share it."""
 
-    instance: the store's, as in Attachment. The segments stay mapped for as long as they are pinned.
+    def __init__(self, registrar: Registrar) -> None:
+        self._registrar = registrar
+        self._of: dict[ArenaMemory, Pinning] = {}
+
+    def of(self, arena: ArenaMap) -> Pinning:
+        """The pinning of the arena's memory; begins to pin what is not pinned yet. Returns at once."""
+        pinning = self._of.get(arena.memory)
+        if pinning is None:
+            pinning = Pinning(arena.segments, arena.attachment.extent_bytes, self._registrar)
+            self._of[arena.memory] = pinning
+        else:
+            pinning.extend(arena.segments)
+        return pinning
+
+    def let_go(self, memory: ArenaMemory) -> None:
+        """Unpins memory, if it is pinned; see Pinning.undo(). May be called by any thread."""
+        pinning = self._of.pop(memory, None)
+        if pinning is not None:
+            pinning.undo()
+
+    def close(self) -> None:
+        """Unpins all."""
+        for memory in list(self._of):
+            self.let_go(memory)
+
+
+class Pinning:
+    """The segments of an arena, and those that it grows by, pinned until undo(). Several can live at a time.
+
+    Segments stay mapped for as long as they are pinned.
     """
 
     def __init__(
         self,
-        instance: bytes,
         segments: Sequence[npt.NDArray[np.uint8]],
         extent_bytes: int,
         registrar: Registrar,
@@ -87,65 +118,88 @@ class Pinning:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """segments: uint8 [bytes] each, as ArenaMap.segments. Returns at once; a thread does the work."""
-        self.instance = instance
-        self._segments = list(segments)
+        self._extent_bytes = extent_bytes
         self._registrar = registrar
         self._clock = clock
-        self._chunks = list(chunks([(int(s.ctypes.data), s.nbytes) for s in segments], extent_bytes))
+        self._lock = threading.Lock()
+        self._segments: dict[int, npt.NDArray[np.uint8]] = {}
+        """Pinned or to be, by address."""
+        self._batches: queue.SimpleQueue[list[npt.NDArray[np.uint8]] | None] = queue.SimpleQueue()
+        self._under_way = 0
         self._pinned: list[int] = []
-        self._done = False
         self._error: str | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvsieve-pin", daemon=True)
+        self.extend(segments)
         self._thread.start()
 
     @property
     def done(self) -> bool:
-        """Whether all of it is pinned."""
-        return self._done
+        """Whether all that was asked for is pinned."""
+        return not (self._under_way or self._error or self._stop.is_set())
 
     @property
     def error(self) -> str | None:
-        """Why it will never be done."""
+        """Why what was asked for last can't be pinned; extend() tries again."""
         return self._error
+
+    def extend(self, segments: Sequence[npt.NDArray[np.uint8]]) -> None:
+        """Pins those of the segments that are not pinned yet, in addition; the others stay as they are.
+        Returns at once."""
+        with self._lock:
+            batch = [s for s in segments if int(s.ctypes.data) not in self._segments]
+            if not batch:
+                return
+            self._segments.update((int(s.ctypes.data), s) for s in batch)
+            self._error = None
+            self._under_way += 1
+        self._batches.put(batch)
 
     def undo(self) -> None:
         """Unpins and forgets the segments; waits for a chunk that is being pinned. No copy or kernel that
         reads them may be under way. May be called again."""
         self._stop.set()
+        self._batches.put(None)
         self._thread.join()
         self._segments.clear()
 
     def _run(self) -> None:
-        """Pins, waits for undo(), unpins. On one thread, because CUDA keeps the last error per thread."""
+        """Pins until undo(), unpins. On one thread, because CUDA keeps the last error per thread."""
         self._registrar.enter()
-        if self._pin():
-            self._done = True
-            self._stop.wait()
-            self._done = False
-        self._unpin()
+        while (batch := self._batches.get()) is not None:
+            error = self._pin(batch)
+            with self._lock:
+                if error:
+                    logger.error("kvsieve: %s", error)
+                    self._error = error
+                    for segment in batch:
+                        del self._segments[int(segment.ctypes.data)]
+                self._under_way -= 1
+        self._unpin(self._pinned)
 
-    def _pin(self) -> bool:
-        total = sum(chunk.size for chunk in self._chunks)
+    def _pin(self, batch: list[npt.NDArray[np.uint8]]) -> str | None:
+        """All of the batch, or nothing of it; then returns why."""
+        todo = list(chunks([(int(s.ctypes.data), s.nbytes) for s in batch], self._extent_bytes))
+        total = sum(chunk.size for chunk in todo)
         progress = Progress(total, self._clock)
         done = 0
-        for chunk in self._chunks:
+        pinned: list[int] = []
+        for chunk in todo:
             if self._stop.is_set():
-                return False
-            error = self._registrar.register(chunk.address, chunk.size)
-            if error:
-                self._error = failure(error, chunk.size, done, total, _memlock())
-                logger.error("kvsieve: %s", self._error)
-                return False
-            self._pinned.append(chunk.address)
+                break
+            if error := self._registrar.register(chunk.address, chunk.size):
+                self._unpin(pinned)
+                return failure(error, chunk.size, done, total, _memlock())
+            pinned.append(chunk.address)
             done += chunk.size
             if line := progress.line(done):
                 logger.info("kvsieve: %s", line)
-        return True
+        self._pinned += pinned
+        return None
 
-    def _unpin(self) -> None:
-        while self._pinned:
-            address = self._pinned.pop()
+    def _unpin(self, addresses: list[int]) -> None:
+        while addresses:
+            address = addresses.pop()
             if error := self._registrar.unregister(address):
                 logger.warning("kvsieve: unpinning the arena at %#x failed: %s", address, error_name(error))
 

@@ -76,7 +76,15 @@ class Host:
         for index, ref in enumerate(slots):
             self.put(index, Place(epoch, ref.slot))
         self.known = self.durable
-        self.leases.extend((epoch, lease) for lease in lease_ids)
+        self.leased(epoch, lease_ids)
+
+    def lease(self, epoch: int) -> int:
+        """The newest lease of the epoch, to which others are added; 0: none."""
+        return self.leases[-1][1] if self.leases and self.leases[-1][0] == epoch else 0
+
+    def leased(self, epoch: int, lease_ids: Iterable[int]) -> None:
+        """Blocks of the request are leased so."""
+        self.leases.extend(new for lease in lease_ids if (new := (epoch, lease)) not in self.leases)
 
     def session_over(self) -> None:
         """Saves that were under way are lost. What is in the arena stays readable."""

@@ -306,7 +306,8 @@ class SparseScheduler(SchedulerHalf):
             host.ordered(index)
 
     def _seal(self, ready: list[SaveJob], client: StoreClient) -> None:
-        """What all ranks have copied is durable. One call per request, so that each has leases of its own."""
+        """What all ranks have copied is durable. One call per request, so that each has a lease of its own,
+        which grows: what the store keeps of leases, and what renews them, is by requests, not by blocks."""
         by_host: dict[Host, list[SaveJob]] = {}
         for job in sorted(ready, key=lambda job: job.index):
             assert job.host is not None
@@ -319,7 +320,8 @@ class SparseScheduler(SchedulerHalf):
             for job in jobs:
                 host.put(job.index, Place(self._sent_epoch, job.ref.slot))
             self._ledger.set_durable(host.request.request_id, host.durable)
-            future = client.seal_async(entries, epoch=self._sent_epoch, hold=True)
+            lease = host.lease(self._sent_epoch)
+            future = client.seal_async(entries, epoch=self._sent_epoch, hold=True, lease=lease)
             self._sealing.append(Sealing(jobs, future))
 
     def _seal_results(self, sealing: Sealing) -> list[SealResult]:
@@ -327,7 +329,7 @@ class SparseScheduler(SchedulerHalf):
         if not isinstance(held, Held):
             return super()._seal_results(sealing)
         assert host is not None
-        host.leases.extend((held.epoch, lease) for lease in held.lease_ids)
+        host.leased(held.epoch, held.lease_ids)
         for job, result in zip(sealing.jobs, held.results, strict=True):
             if result is SealResult.DUPLICATE:
                 host.kept.append((held.epoch, job.ref))

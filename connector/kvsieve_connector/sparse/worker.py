@@ -6,8 +6,7 @@ from the arena from now on, and whose tables go. They are on the device before a
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +28,7 @@ from kvsieve_connector.sparse.runtime import BatchRow, SparseRuntime, workspace_
 from kvsieve_connector.sparse.spec import main_groups
 from kvsieve_connector.sparse.tables import HostTables, TableSizes
 from kvsieve_connector.worker import WorkerHalf
-from kvsieve_store.client import ArenaMap, Attachment
+from kvsieve_store.client import ArenaMap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,9 +48,8 @@ class SparseWorkerHalf(WorkerHalf):
         self._plan = SparsePlan.of(vllm_config, settings)
         self._runtime: SparseRuntime | None = None
         self._counters: CounterReader | None = None
-        self._kept: dict[int, tuple[ArenaMap, Callable[[], None]]] = {}
-        """Arenas of sessions that are over, by epoch, which live requests still read; how to unpin each."""
-        self._unpinning: list[threading.Thread] = []
+        self._kept: dict[int, ArenaMap] = {}
+        """Arenas of sessions that are over, by epoch: locked while live requests read their slots."""
         self._unshare: Callable[[], None] = lambda: None
         self._runs_in_step = vllm_config.parallel_config.data_parallel_size > 1
 
@@ -141,10 +139,10 @@ class SparseWorkerHalf(WorkerHalf):
         if self._runtime is not None and self._runtime.tables.tag.is_cuda:
             torch.cuda.synchronize()  # a step in flight may still read the arena
         self._unshare()
+        if self._engine is not None:
+            self._unmap()
         for epoch in list(self._kept):
             self._forget(epoch)
-        for thread in self._unpinning:
-            thread.join()
         super().close()
 
     def _model_layers(self, names: list[str]) -> int:
@@ -185,40 +183,20 @@ class SparseWorkerHalf(WorkerHalf):
 
     def _arena_of(self, epoch: int) -> ArenaMap:
         if epoch in self._kept:
-            return self._kept[epoch][0]
+            return self._kept[epoch]
         assert self._arena is not None
         assert epoch == self._epoch, "host blocks of an arena that is not mapped"
         return self._arena
 
-    def _map(self, attachment: Attachment) -> None:
-        self._keep()
-        super()._map(attachment)
-
-    def _unmap(self) -> None:
-        self._keep()
-        super()._unmap()
-
-    def _keep(self) -> None:
-        """The session is over; its arena stays mapped, pinned and locked while requests read it."""
-        if self._arena is not None:
-            self._copies.drain()
-            self._kept[self._epoch] = (self._arena, self._copies.leave())
-            self._arena = None
+    def _session_over(self, arena: ArenaMap) -> None:
+        """Its arena stays mapped, pinned and locked while requests read it. A lock is a session's own, also
+        where the next session has the same memory: without it, the store would give the slots away."""
+        self._kept[self._epoch] = arena
 
     def _forget(self, epoch: int) -> None:
-        """On a thread: to unpin hundreds of GiB takes long, and no step waits for it."""
-        kept = self._kept.pop(epoch, None)
-        if kept is None:
-            return
-        arena, unpin = kept
-
-        def undo() -> None:
-            unpin()
-            arena.close()
-
-        thread = threading.Thread(target=undo, name="kvsieve-unpin", daemon=True)
-        thread.start()
-        self._unpinning = [t for t in self._unpinning if t.is_alive()] + [thread]
+        arena = self._kept.pop(epoch, None)
+        if arena is not None:
+            self._arenas.leave(arena)
 
     @property
     def _sparse(self) -> SparseRuntime:

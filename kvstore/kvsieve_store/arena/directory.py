@@ -21,6 +21,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvsieve_store.protocol.layout import STORE_LOCK
+
 _log = logging.getLogger(__name__)
 
 
@@ -33,7 +35,7 @@ class ArenaDirectory:
         # Locked before it has its name, so that nobody takes it for dead.
         unnamed = mount / f".{self.path.name}"
         unnamed.mkdir(mode=0o700)
-        self._fd = os.open(unnamed / "store.lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(unnamed / STORE_LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unnamed.rename(self.path)
         self._identity = _identity(self.path)
@@ -57,11 +59,12 @@ def remove_stale(mount: Path, store: str) -> list[Path]:
     removed = []
     for path in _directories(mount, store):
         try:
-            fd = os.open(path / "store.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(path / STORE_LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             continue
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Shared, as by an engine that looks whether its store lives: neither is in the other's way.
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             continue
         else:
@@ -76,7 +79,7 @@ def remove_stale(mount: Path, store: str) -> list[Path]:
 def _remove(path: Path) -> None:
     """store.lock goes last: as long as it is there, another store finds what is left and removes it."""
     with contextlib.suppress(OSError):
-        for entry in sorted(path.iterdir(), key=lambda entry: entry.name == "store.lock"):
+        for entry in sorted(path.iterdir(), key=lambda entry: entry.name == STORE_LOCK):
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
             else:
@@ -89,7 +92,7 @@ def find_dead(mount: Path) -> list[Path]:
     dead = []
     for path in sorted(mount.glob("kvsieve-*")):
         try:
-            fd = os.open(path / "store.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(path / STORE_LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             continue
         try:

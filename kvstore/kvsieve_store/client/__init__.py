@@ -2,6 +2,7 @@
 
 from kvsieve_store.client.admin import AdminClient
 from kvsieve_store.client.arena_map import ArenaMap
+from kvsieve_store.client.arena_memory import ArenaMemory
 from kvsieve_store.client.async_client import AsyncStoreClient
 from kvsieve_store.client.handles import Attachment, ClientState, Held, Match, SealEntry, SealResult, SlotRef
 from kvsieve_store.client.store_client import StoreClient
@@ -9,6 +10,7 @@ from kvsieve_store.client.store_client import StoreClient
 __all__ = [
     "AdminClient",
     "ArenaMap",
+    "ArenaMemory",
     "AsyncStoreClient",
     "Attachment",
     "ClientState",

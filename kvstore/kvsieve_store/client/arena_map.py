@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import fcntl
-import mmap
 import os
 from collections.abc import Sequence
 from itertools import accumulate
@@ -14,26 +13,29 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from kvsieve_store.client.arena_memory import ArenaMemory, U8Array
 from kvsieve_store.client.handles import Attachment
 from kvsieve_store.errors import InvalidRequestError, UnavailableError
 from kvsieve_store.protocol.layout import HEADER_BYTES, HEADER_GENERATION, HEADER_LAYERS_DONE, MAX_WRITERS
 
-U8Array = npt.NDArray[np.uint8]
 U64Array = npt.NDArray[np.uint64]
 
 
 class ArenaMap:
     """All segments of a store's arena, mapped shared, with the session's lock held until close() or update().
 
-    Each process that touches slots makes its own map from the client's Attachment. Views stay readable after
-    close(), because the memory is unmapped with the last of them; but the lock is gone then, and the store
-    may give their slots to others.
+    Each process that touches slots makes its own map from the client's Attachment. Maps of several sessions
+    with one store may share their memory; each has a lock of its own. Views stay readable after close(),
+    because the memory is unmapped with the last of them; but the lock is gone then, and the store may give
+    their slots to others.
 
     Not thread-safe against close() and update(); reads and writes of slots from many threads are fine.
 
+    memory: what other maps of the same store can share. close() gives it up.
     segments: uint8 [bytes of the segment] each, whole, e.g. for registration with CUDA.
     """
 
+    memory: ArenaMemory
     segments: list[U8Array]
     _words64: list[U64Array]
     _words16: list[npt.NDArray[np.uint16]]
@@ -41,37 +43,27 @@ class ArenaMap:
     _addresses: list[int]
     _headers: list[memoryview]
 
-    def __init__(self, attachment: Attachment) -> None:
-        """Raises UnavailableError when the session or the store behind the attachment is gone."""
-        lock = _lock_shared(attachment.lock_path)
-        try:
-            self.segments = _map_segments(attachment)
-        except BaseException:
-            os.close(lock)
-            raise
-        self._lock: int | None = lock
-        self._index(attachment)
+    def __init__(self, attachment: Attachment, memory: ArenaMemory | None = None) -> None:
+        """memory: shared if it is of the same store instance, so that only what it lacks is mapped.
+
+        Raises UnavailableError when the session or the store behind the attachment is gone.
+        """
+        self._lock: int | None = None
+        self._attach(attachment, memory)
 
     def update(self, attachment: Attachment) -> None:
-        """Moves to a newer attachment. The same store instance keeps the mapping, another one is mapped anew.
+        """Moves to a newer attachment. The same store instance keeps the mapping, and what it has grown by is
+        mapped in addition; another one is mapped anew.
 
         Views of another instance's memory keep their old bytes. Raises as the constructor does; the map is
         unchanged then.
         """
-        lock = _lock_shared(attachment.lock_path)
-        try:
-            if self._lock is None or attachment.instance != self.attachment.instance:
-                self.segments = _map_segments(attachment)
-        except BaseException:
-            os.close(lock)
-            raise
-        self._unlock()
-        self._lock = lock
-        self._index(attachment)
+        self._attach(attachment, self.memory)
 
     def close(self) -> None:
         """Gives up the lock and the mapping. May be called again."""
         self._unlock()
+        self.memory = ArenaMemory(self.memory.instance)
         self.segments = []
         self._addresses, self._headers = [], []
         self._words64, self._words16, self._ends = [], [], []
@@ -130,6 +122,19 @@ class ArenaMap:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _attach(self, attachment: Attachment, memory: ArenaMemory | None) -> None:
+        lock = _lock_shared(attachment.lock_path)
+        try:
+            if memory is None or memory.instance != attachment.instance:
+                memory = ArenaMemory(attachment.instance)
+            segments = memory.map(attachment)
+        except BaseException:
+            os.close(lock)
+            raise
+        self._unlock()
+        self._lock, self.memory, self.segments = lock, memory, segments
+        self._index(attachment)
 
     def _index(self, attachment: Attachment) -> None:
         self.attachment = attachment
@@ -193,21 +198,3 @@ def _lock_shared(path: str) -> int:
         os.close(lock)
         raise
     return lock
-
-
-def _map_segments(attachment: Attachment) -> list[U8Array]:
-    return [_map(path, size) for path, size in attachment.segments]
-
-
-def _map(path: str, size: int) -> U8Array:
-    """uint8 [size], writable, shared. The view owns the mapping."""
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise UnavailableError(f"segment {path} is gone: the store has ended; attach anew") from None
-    try:
-        if (there := os.fstat(file).st_size) < size:
-            raise UnavailableError(f"segment {path}: {there} bytes there, {size} expected; attach anew")
-        return np.frombuffer(mmap.mmap(file, size, mmap.MAP_SHARED), np.uint8)
-    finally:
-        os.close(file)

@@ -148,10 +148,10 @@ class AsyncStoreClient:
     ) -> list[SealResult]: ...
     @overload
     async def seal(
-        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: Literal[True]
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: Literal[True], lease: int = 0
     ) -> Held: ...
     async def seal(
-        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: bool = False
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: bool = False, lease: int = 0
     ) -> list[SealResult] | Held:
         """Makes written slots findable by key and immutable; one result per entry.
 
@@ -161,6 +161,8 @@ class AsyncStoreClient:
 
         hold: for who goes on reading these slots. What is sealed is leased in the same step, and the slot of
         a duplicate stays the caller's, until released or the session ends. A hold that raises left neither.
+        lease: with hold, adds to this lease of the epoch; 0, or one that is gone: makes a new one. So who
+        seals again and again has one lease in all. What a hold that raises had added stays in it.
         Raises CapacityError when the session has leased too much, InvalidRequestError from a client without
         leases (lease_ms 0).
         """
@@ -168,7 +170,7 @@ class AsyncStoreClient:
         session = self._live(epoch)
         if hold and not self._terms.lease_ms:
             raise InvalidRequestError("hold: this client takes no leases (lease_ms is 0)")
-        held = await session.seal(entries, hold=hold) if entries else Held()
+        held = await session.seal(entries, hold=hold, lease=lease) if entries else Held()
         return held if hold else held.results
 
     async def release(

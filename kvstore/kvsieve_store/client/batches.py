@@ -48,7 +48,7 @@ def match_requests(session_id: bytes, keys: bytes, lease_ms: int, limit: int) ->
 
 
 def seal_requests(
-    session_id: bytes, entries: Sequence[SealEntry], lease_ms: int, limit: int
+    session_id: bytes, entries: Sequence[SealEntry], lease_ms: int, lease_id: int, limit: int
 ) -> Iterator[pb.SealRequest]:
     """At most `limit` entries each."""
     for batch in _cut(entries, limit):
@@ -60,6 +60,7 @@ def seal_requests(
             slots=[entry.ref.slot for entry in batch],
             generations=[entry.ref.generation for entry in batch],
             lease_ms=lease_ms,
+            lease_id=lease_id,
         )
 
 

@@ -105,7 +105,8 @@ class Held:
     """What seal(..., hold=True) did. All its slots stay readable until they are released.
 
     results: one per entry. SEALED: leased. DUPLICATE: the slot still belongs to the caller, unsealed.
-    lease_ids: what to give to release() for the sealed ones; empty when none was sealed.
+    lease_ids: what to give to release() for the sealed ones: the lease that they were added to, or a new one;
+    empty when none was sealed.
     epoch: the epoch that slots and leases belong to; 0 when nothing was asked.
     """
 
@@ -117,6 +118,10 @@ class Held:
         """Slots of the duplicates, to give to release(). entries: those given to seal()."""
         pairs = zip(entries, self.results, strict=False)
         return [entry.ref for entry, result in pairs if result is SealResult.DUPLICATE]
+
+    def new_leases(self, lease: int) -> list[int]:
+        """The leases but for the one that was given to seal()."""
+        return [made for made in self.lease_ids if made != lease]
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,18 +135,19 @@ class Session:
             task.add_done_callback(self._match_unread)
             raise
 
-    async def seal(self, entries: Sequence[SealEntry], *, hold: bool) -> Held:
+    async def seal(self, entries: Sequence[SealEntry], *, hold: bool, lease: int) -> Held:
         """One result per entry. Goes on when the caller is cancelled.
 
         hold: leases what is sealed and keeps the slots of duplicates; the session must take leases. When it
-        fails, or the caller is cancelled, neither is left: all is as after a seal without hold.
+        fails, or the caller is cancelled, neither is left: all is as after a seal without hold, but for what
+        was added to `lease`, which is the caller's.
         """
-        task = self._keep(self._seal(entries, self._lease_ms if hold else 0))
+        task = self._keep(self._seal(entries, self._lease_ms if hold else 0, lease if hold else 0))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if hold:
-                task.add_done_callback(lambda done: self._hold_unread(entries, done))
+                task.add_done_callback(lambda done: self._hold_unread(entries, lease, done))
             raise
 
     async def release(self, lease_ids: Sequence[int], refs: Sequence[SlotRef]) -> None:
@@ -177,21 +178,26 @@ class Session:
             raise
         return Match(SlotRefs(slots, generations), tuple(leases), self.attachment.epoch)
 
-    async def _seal(self, entries: Sequence[SealEntry], lease_ms: int) -> Held:
+    async def _seal(self, entries: Sequence[SealEntry], lease_ms: int, lease: int) -> Held:
         results: list[SealResult] = []
-        leases: list[int] = []
+        leases: list[int] = []  # one, but for leases that ran out in between
         try:
             async with self._sealing:
-                for request in batches.seal_requests(self._id, entries, lease_ms, self._limits.max_batch):
+                limit = self._limits.max_batch
+                for request in batches.seal_requests(self._id, entries, lease_ms, lease, limit):
+                    if leases:
+                        request.lease_id = leases[-1]
                     reply = await self._call("Seal", self._stub.Seal, request, moves_slots=True)
                     self.credits.grant(reply.credits)
                     results += map(SealResult, reply.status)
-                    if reply.lease_id:
+                    if reply.lease_id and reply.lease_id not in leases:
                         leases.append(reply.lease_id)
+                    if reply.lease_id not in (0, request.lease_id):  # that one is renewed already
                         self.leases.add(reply.lease_id)
         except KVSieveError:
             if lease_ms:
-                self._give_back(leases, Held(results).kept(entries))
+                held = Held(results, tuple(leases))
+                self._give_back(held.new_leases(lease), held.kept(entries))
             raise
         return Held(results, tuple(leases), self.attachment.epoch)
 
@@ -266,10 +272,10 @@ class Session:
         if not task.cancelled() and task.exception() is None:
             self._give_back(task.result().lease_ids, ())
 
-    def _hold_unread(self, entries: Sequence[SealEntry], task: asyncio.Task[Held]) -> None:
+    def _hold_unread(self, entries: Sequence[SealEntry], lease: int, task: asyncio.Task[Held]) -> None:
         """Releases all that a seal holds for nobody."""
         if not task.cancelled() and task.exception() is None:
-            self._give_back(task.result().lease_ids, task.result().kept(entries))
+            self._give_back(task.result().new_leases(lease), task.result().kept(entries))
 
     def _give_back(self, lease_ids: Sequence[int], refs: Sequence[SlotRef]) -> None:
         if lease_ids or refs:

@@ -124,15 +124,15 @@ class StoreClient:
     ) -> list[SealResult]: ...
     @overload
     def seal(
-        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: Literal[True]
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: Literal[True], lease: int = 0
     ) -> Held: ...
     def seal(
-        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: bool = False
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: bool = False, lease: int = 0
     ) -> list[SealResult] | Held:
         """Makes written slots findable by key and immutable, and with `hold` keeps all of them readable; see
         AsyncStoreClient.seal()."""
         if hold:
-            return self._wait(self.seal_async(entries, epoch=epoch, hold=True))
+            return self._wait(self.seal_async(entries, epoch=epoch, hold=True, lease=lease))
         return self._wait(self.seal_async(entries, epoch=epoch))
 
     @overload
@@ -141,16 +141,16 @@ class StoreClient:
     ) -> Future[list[SealResult]]: ...
     @overload
     def seal_async(
-        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: Literal[True]
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: Literal[True], lease: int = 0
     ) -> Future[Held]: ...
     def seal_async(
-        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: bool = False
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: bool = False, lease: int = 0
     ) -> Future[list[SealResult]] | Future[Held]:
         if not hold:
             return self._submit(lambda: self._core.seal(entries, epoch=epoch))
         return self._submit(
-            lambda: self._core.seal(entries, epoch=epoch, hold=True),
-            unread=lambda held: self._give_back(held.lease_ids, held.kept(entries), held.epoch),
+            lambda: self._core.seal(entries, epoch=epoch, hold=True, lease=lease),
+            unread=lambda held: self._give_back(held.new_leases(lease), held.kept(entries), held.epoch),
         )
 
     def release(

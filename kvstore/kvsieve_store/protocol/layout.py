@@ -25,6 +25,9 @@ HEADER_GENERATION = 0
 HEADER_LAYERS_DONE = 64
 MAX_WRITERS = 32
 
+STORE_LOCK = "store.lock"
+"""File beside the segments, on which the store holds an exclusive flock(2) for as long as it lives."""
+
 
 def align(value: int, to: int) -> int:
     """`value` rounded up to a multiple of `to`."""

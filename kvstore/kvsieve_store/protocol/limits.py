@@ -22,7 +22,7 @@ MAX_LEASED = 4_194_304
 """Slots in all leases of a session together; a slot counts once in each lease."""
 
 MAX_LEASES = 65_536
-"""Leases of a session at a time."""
+"""Leases of a session at a time. One for each request is enough: a lease grows (SealRequest.lease_id)."""
 
 MAX_PLANES = 16
 """Planes of a pool."""

@@ -58,6 +58,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
             _array(request.generations),
             self._core.now(),
             request.lease_ms,
+            request.lease_id,
         )
         self._core.prepare(request.session_id, sealed.grant)
         reply = pb.SealResponse(credits=credits_message(sealed.grant), lease_id=sealed.lease_id)

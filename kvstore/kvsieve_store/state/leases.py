@@ -6,6 +6,8 @@ import heapq
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvsieve_store.errors import CapacityError
 from kvsieve_store.protocol.limits import MAX_LEASED, MAX_LEASES
 from kvsieve_store.state.arrays import I32Array
@@ -34,9 +36,13 @@ class LeaseBook:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def check_room(self, session: Session, slots: I32Array) -> None:
-        """Raises CapacityError when the session may not lease so many more slots."""
-        if len(session.leases) >= MAX_LEASES:
+    def find(self, session: Session, lease_id: int) -> Lease | None:
+        """A lease of the session; None if it is not there or not the session's."""
+        return self._leases[lease_id] if lease_id in session.leases else None
+
+    def check_room(self, session: Session, slots: I32Array, lease: Lease | None = None) -> None:
+        """Raises CapacityError when the session may not lease so many more slots, in `lease` or a new one."""
+        if lease is None and len(session.leases) >= MAX_LEASES:
             raise CapacityError(f"lease_ms: the session has {MAX_LEASES} leases, the most; release some")
         if session.leased + len(slots) > MAX_LEASED:
             raise CapacityError(
@@ -54,10 +60,16 @@ class LeaseBook:
         heapq.heappush(self._heap, (lease.expiry, lease.lease_id))
         return lease
 
+    def extend(self, lease: Lease, slots: I32Array, duration: float, now: float) -> None:
+        """Adds slots that the lease does not have yet; it lasts `duration` seconds from now at least."""
+        lease.slots = np.concatenate((lease.slots, slots))
+        lease.session.leased += len(slots)
+        lease.duration = max(lease.duration, duration)
+        lease.expiry = max(lease.expiry, now + duration)
+
     def renew(self, session: Session, lease_id: int, now: float) -> None:
         """Extends a lease by its own duration; one that is not the session's is skipped."""
-        if lease_id in session.leases:
-            lease = self._leases[lease_id]
+        if lease := self.find(session, lease_id):
             lease.expiry = max(lease.expiry, now + lease.duration)
 
     def hold(self, session: Session) -> None:

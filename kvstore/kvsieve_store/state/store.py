@@ -21,7 +21,7 @@ from kvsieve_store.protocol.spec import PoolSpec
 from kvsieve_store.state import admin
 from kvsieve_store.state.arrays import SlotArray, U32Array, as_keys, each_once
 from kvsieve_store.state.extents import ExtentLedger
-from kvsieve_store.state.leases import LeaseBook
+from kvsieve_store.state.leases import Lease, LeaseBook
 from kvsieve_store.state.pool import Pool
 from kvsieve_store.state.results import (
     BlockPage,
@@ -183,6 +183,7 @@ class StoreState:
         generations: U32Array,
         now: float,
         lease_ms: int = 0,
+        lease_id: int = 0,
     ) -> Sealed:
         """Makes written slots findable by key, all or none, and tops the session up.
 
@@ -190,6 +191,7 @@ class StoreState:
         there (yet) is taken as none.
         lease_ms: what is sealed is leased for so many milliseconds, and a duplicate's slot stays with the
         session; 0: nothing is leased, and a duplicate's slot is free.
+        lease_id: the session's lease that it is added to; 0, or one that is gone: a new one.
         Raises CapacityError when the session has leased too much already.
         """
         session = self._sessions.get(session_id)
@@ -202,10 +204,12 @@ class StoreState:
         if len(empty):
             raise InvalidRequestError(f"keys[{empty[0]}]: all zero, which stands for no block")
         _check_range("lease_ms", lease_ms, 0, MAX_LEASE_MS)
+        if lease_id and not lease_ms:
+            raise InvalidRequestError(f"lease_id: {lease_id} given without lease_ms")
         pool = session.pool
         at = pool.check_held(session.ordinal, slots, generations)
         fresh = pool.fresh(new)
-        lease_id = self._lease(session, at[fresh], lease_ms, now)
+        lease_id = self._lease(session, at[fresh], lease_ms, now, self._leases.find(session, lease_id))
         status = pool.seal(new, above, at, fresh)
         session.held -= int(np.count_nonzero(fresh))
         if not lease_ms:
@@ -387,14 +391,22 @@ class StoreState:
         session.pool.give_back(slots)
         session.held -= len(slots)
 
-    def _lease(self, session: Session, slots: SlotArray, lease_ms: int, now: float) -> int:
-        """A lease on the slots, which may be repeated; returns its id, 0 when there is nothing to lease."""
+    def _lease(
+        self, session: Session, slots: SlotArray, lease_ms: int, now: float, lease: Lease | None = None
+    ) -> int:
+        """A lease on the slots, which may be repeated; returns its id, 0 when there is nothing to lease.
+
+        lease: adds to this one, which has none of the slots yet; None: a new one.
+        """
         if not lease_ms or not len(slots):
             return 0
         leased = each_once(slots)
-        self._leases.check_room(session, leased)
+        self._leases.check_room(session, leased, lease)
         session.pool.lease(leased)
-        return self._leases.add(session, leased, lease_ms / 1000, now).lease_id
+        if lease is None:
+            return self._leases.add(session, leased, lease_ms / 1000, now).lease_id
+        self._leases.extend(lease, leased, lease_ms / 1000, now)
+        return lease.lease_id
 
     def _unlease(self, session: Session, lease_id: int) -> bool:
         lease = self._leases.take(session, lease_id)

@@ -195,20 +195,22 @@ class ReserveResponse(_message.Message):
     def __init__(self, credits: _Optional[_Union[Credits, _Mapping]] = ...) -> None: ...
 
 class SealRequest(_message.Message):
-    __slots__ = ("session_id", "keys", "parents", "slots", "generations", "lease_ms")
+    __slots__ = ("session_id", "keys", "parents", "slots", "generations", "lease_ms", "lease_id")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     keys: bytes
     parents: bytes
     slots: _containers.RepeatedScalarFieldContainer[int]
     generations: _containers.RepeatedScalarFieldContainer[int]
     lease_ms: int
-    def __init__(self, session_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., slots: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    lease_id: int
+    def __init__(self, session_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., slots: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., lease_ms: _Optional[int] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
 class SealResponse(_message.Message):
     __slots__ = ("status", "credits", "lease_id")

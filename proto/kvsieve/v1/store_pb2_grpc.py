@@ -97,8 +97,8 @@ class StoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Seal(self, request, context):
-        """Makes written slots findable by key and immutable, and with lease_ms leases them in the same step. All or
-        nothing: if one entry is refused, none is sealed.
+        """Makes written slots findable by key and immutable, and with lease_ms leases them in the same step, in a lease
+        of their own or in one that is there (lease_id). All or nothing: if one entry is refused, none is sealed.
         Errors: INVALID_ARGUMENT (lengths, too many, lease_ms too long), FAILED_PRECONDITION (a slot that this
         session does not hold, or of another generation; the message names the entry), NOT_FOUND (unknown session),
         RESOURCE_EXHAUSTED (with lease_ms: the session has leased too much; release some).
