@@ -6,7 +6,7 @@ from the arena from now on, and whose tables go. They are on the device before a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
