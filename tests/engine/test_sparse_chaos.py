@@ -45,6 +45,8 @@ def work(scene: Scene, rng: random.Random) -> None:
     if rng.random() < 0.03 and scene.requests:
         scene.abort(rng.choice(sorted(scene.requests)))
     scene.step()
+    if scene.orders[-1].hint_saves and scene.client.attachment is not None:
+        assert scene.client.credits >= scene.half._owed, "a slot that a request may need"
 
 
 def check_all_given_back(*scenes: Scene) -> None:
