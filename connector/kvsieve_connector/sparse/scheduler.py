@@ -383,13 +383,13 @@ class SparseScheduler(SchedulerHalf):
 
     def _save_hints(self, ended: Iterable[Host], orders: StepOrders) -> None:
         """Orders a hint of each request that ended, as far as there is a slot that no other may need."""
-        for host in ended if self._with_hints and self._is_usable else ():
-            if not host.reads or host.missing or host.epochs != {self._sent_epoch}:
+        for host in ended if self._is_usable else ():
+            if not host.hints or host.missing or host.epochs != {self._sent_epoch}:
                 continue
             assert self._client is not None
             parent = self._key(host.request, host.known - 1)
             key = hint_key(parent)
-            if key in self._in_flight or self._budget.waiting or self._client.credits <= self._owed:
+            if key in self._in_flight or self._client.credits <= self._owed:
                 continue
             for ref in self._client.take_credits(1, epoch=self._sent_epoch):
                 number = self._begin(SaveJob(key, parent, ref, None))
@@ -415,7 +415,7 @@ class SparseScheduler(SchedulerHalf):
         lost = self._ledger.take_lost()
         self.stats.add(lost_blocks=sum(map(len, lost.values())))
         for req_id, indices in [*read.items(), *lost.items()]:
-            self._hosts[req_id].reads = True
+            self._hosts[req_id].hints = self._with_hints
             places = self._hosts[req_id].places
             by_epoch: dict[int, list[tuple[int, int]]] = {}
             for index in indices:
