@@ -59,14 +59,37 @@ class HostBlocks:
     blocks: tuple[tuple[int, int], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class HintSave:
+    """Sparse mode: write to a slot which rows of a request are hot, before its tables go. job: as in
+    SaveOrder."""
+
+    job: int
+    slot: int
+    req_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class HintLoad:
+    """Sparse mode: fetch the rows of a host-backed request that a leased slot names.
+
+    epoch: of the attachment that the slot belongs to. tokens: positions below this count are meant.
+    """
+
+    req_id: str
+    epoch: int
+    ref: SlotRef
+    tokens: int
+
+
 @dataclass
 class StepOrders(KVConnectorMetadata):
     """Scheduler -> workers. `attachment` comes when it has changed; orders refer to it from this step on.
 
     detach: the session is over, and there is no other yet; its arena is copied from and to no more.
-    host_ended, host_backed, host_blocks: sparse mode, applied in this order. A request that is named in
-    host_ended has no hot buffer any more; one that starts anew in the same step is named in both.
-    host_preempted: those of host_ended that will come back.
+    hint_saves, host_ended, host_backed, host_blocks, hint_loads: sparse mode, applied in this order. A
+    request that is named in host_ended has no hot buffer any more; one that starts anew in the same step is
+    named in both.
     forget_epochs: sparse mode: attachments of the past that no request reads any more.
     """
 
@@ -74,10 +97,11 @@ class StepOrders(KVConnectorMetadata):
     detach: bool = False
     saves: list[SaveOrder] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
-    host_preempted: list[str] = field(default_factory=list)
+    hint_saves: list[HintSave] = field(default_factory=list)
     host_ended: list[str] = field(default_factory=list)
     host_backed: list[HostBacked] = field(default_factory=list)
     host_blocks: list[HostBlocks] = field(default_factory=list)
+    hint_loads: list[HintLoad] = field(default_factory=list)
     forget_epochs: list[int] = field(default_factory=list)
 
 

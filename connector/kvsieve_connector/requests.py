@@ -43,7 +43,7 @@ class SaveJob:
     """A block on its way to the store. written, failed: ranks that are done with it, and those that failed.
 
     event: what to tell vLLM's KV events once it is sealed.
-    host, index: sparse mode: whose block it is, and which.
+    host, index: sparse mode: whose block it is, and which; None for a hint (sparse/hints.py).
     """
 
     key: bytes

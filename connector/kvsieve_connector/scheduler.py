@@ -305,11 +305,16 @@ class SchedulerHalf:
         key = self._key(request, index)
         parent = self._key(request, index - 1) if index else b""
         event = self._stored_event(request, index, key, parent) if self._with_events else None
-        job = self._jobs[self._next_job] = SaveJob(key, parent, ref, event)
-        orders.saves.append(SaveOrder(self._next_job, ref.slot, block))
-        self._next_job += 1
-        self._in_flight[key] += 1
+        job = SaveJob(key, parent, ref, event)
+        orders.saves.append(SaveOrder(self._begin(job), ref.slot, block))
         return job
+
+    def _begin(self, job: SaveJob) -> int:
+        """The job's number."""
+        number, self._next_job = self._next_job, self._next_job + 1
+        self._jobs[number] = job
+        self._in_flight[job.key] += 1
+        return number
 
     def _full_blocks(self, state: RequestState, tokens: int) -> int:
         """Blocks of the request that are full, and may be saved, once `tokens` more are computed."""
@@ -355,12 +360,15 @@ class SchedulerHalf:
             return
         for job, result in zip(sealing.jobs, self._seal_results(sealing), strict=True):
             self._landed(job)
-            if result is SealResult.DUPLICATE:
-                self.stats.add(duplicate_blocks=1)
-                continue
-            self.stats.add(saved_blocks=1)
-            if job.event is not None:
-                self._events.append(job.event)
+            self._count_sealed(job, result)
+
+    def _count_sealed(self, job: SaveJob, result: SealResult) -> None:
+        if result is SealResult.DUPLICATE:
+            self.stats.add(duplicate_blocks=1)
+            return
+        self.stats.add(saved_blocks=1)
+        if job.event is not None:
+            self._events.append(job.event)
 
     def _seal_results(self, sealing: Sealing) -> list[SealResult]:
         results: list[SealResult] = sealing.future.result()

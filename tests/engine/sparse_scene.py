@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from vllm.v1.request import Request, RequestStatus
 
-from kvsieve_connector.metadata import StepOrders, WorkerReport
+from kvsieve_connector.metadata import HintLoad, HintSave, StepOrders, WorkerReport
 from kvsieve_connector.settings import parse_settings
 from kvsieve_connector.sparse.plan import SparsePlan
 from kvsieve_connector.sparse.scheduler import SparseScheduler
@@ -62,6 +62,7 @@ class Scene:
         late: int = 0,
         seqs: int = 8,
         max_model_len: int = 2048,
+        layers: int = 10,
         seed: int = 0,
     ) -> None:
         self.rng = random.Random(seed)
@@ -77,7 +78,7 @@ class Scene:
         )
         config = self._config(hot_blocks, chunk, overlap, seqs, max_model_len)
         plan = SparsePlan.of(config, settings)
-        cache = plan_cache(config, 10, pool_mib << 20, plan)
+        cache = plan_cache(config, layers, pool_mib << 20, plan)
         self.manager = cache_manager(config, cache)
         self.main = main_groups(cache)
         (self.indexer,) = set(range(len(cache.kv_cache_groups))) - set(self.main)
@@ -309,8 +310,8 @@ class Scene:
             )
         )
         self.orders.append(orders)
-        self._apply(orders)
         step = Step({}, WorkerReport(), [], [])
+        self._apply(orders, step)
         for order in orders.loads:
             step.loaded.append(order.req_id)
             if order.req_id in self.fail_loads or not self.mapped or self.mapped.instance != order.instance:
@@ -341,10 +342,13 @@ class Scene:
             self.copies.append((self.steps + self.rng.randint(0, self.late), save.job))
         self.in_flight.append(step)
 
-    def _apply(self, orders: StepOrders) -> None:
+    def _apply(self, orders: StepOrders, step: Step) -> None:
         if orders.attachment is not None or orders.detach:
             self.mapped = orders.attachment
             self.copies = []
+        for hint in orders.hint_saves:
+            assert self.tables[hint.req_id].pages
+            self._write_hint(hint, step)
         for name in orders.host_ended:
             del self.tables[name]
         for backed in orders.host_backed:
@@ -357,9 +361,24 @@ class Scene:
             for index, slot in host.blocks:
                 assert index not in pages, "told twice"
                 pages[index] = (host.epoch, slot)
+        for load in orders.hint_loads:
+            assert load.epoch == self.mapped.epoch
+            self._read_hint(load)
+            assert self.tables[load.req_id].pages.keys() >= set(range(load.tokens // BLOCK))
         for epoch in orders.forget_epochs:
             assert not any(epoch == e for t in self.tables.values() for e, _ in t.pages.values())
             del self.arenas[epoch]
+
+    def _write_hint(self, order: HintSave, step: Step) -> None:
+        if self.rng.random() < self.bad_copies:
+            step.report.failed[order.job] = 1
+            return
+        self.arenas[self.mapped.epoch][order.slot] = hash(("hint", self.half._jobs[order.job].parent))
+        self.copies.append((self.steps + self.rng.randint(0, self.late), order.job))
+
+    def _read_hint(self, order: HintLoad) -> None:
+        last = self.half._key(self.requests[order.req_id], order.tokens // BLOCK - 1)
+        assert self.arenas[order.epoch][order.ref.slot] == hash(("hint", last))
 
     def _forward(self, request: Request, computed: int, tokens: int) -> None:
         """Reads the whole context, then writes the new tokens."""

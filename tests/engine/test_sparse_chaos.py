@@ -34,17 +34,23 @@ def scene_of(rng: random.Random, store: FakeStore, seed: int) -> Scene:
 
 
 def work(scene: Scene, rng: random.Random) -> None:
-    """Perhaps one more request, of a family that shares a prefix."""
+    """Perhaps one more request: of a family that shares a prefix, or the next turn of one that is done."""
     if rng.random() < 0.2:
         number = len(scene.requests)
         shared, own = rng.randrange(64, 900), rng.randrange(1, 400)
         tokens = tokens_of(rng.randrange(3), shared) + tokens_of(100 + number, own)
+        if scene.done and rng.random() < 0.4:
+            last = scene.requests[rng.choice(scene.done)].all_token_ids
+            tokens = [*last, *tokens_of(100 + number, own % 60 + 1)][:1300]
         scene.submit(new_request(f"r{number}", tokens, rng.choice([1, 5, 60, 200])))
         if rng.random() < 0.1:
             scene.fail_loads.add(f"r{number}")
     if rng.random() < 0.03 and scene.requests:
         scene.abort(rng.choice(sorted(scene.requests)))
     scene.step()
+    if scene.orders[-1].hint_saves and scene.client.attachment is not None:
+        blocks = sum(host.owed - host.hints for host in scene.half._hosts.values())
+        assert scene.client.credits >= blocks, "a hint took a slot that a request may need"
 
 
 def check_all_given_back(*scenes: Scene) -> None:
@@ -61,7 +67,7 @@ def check_all_given_back(*scenes: Scene) -> None:
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_one_engine(seed: int) -> None:
     rng = random.Random(seed)
-    store = FakeStore(rng.choice([40, 60, 120, 300]), rng)
+    store = FakeStore(rng.choice([40, 60, 120, 1000]), rng)
     scene = scene_of(rng, store, seed)
     scene.bad_copies = rng.choice([0.0, 0.05])
     for _ in range(rng.randint(1, 120)):

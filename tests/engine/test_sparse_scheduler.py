@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from kvsieve_connector.metadata import StepOrders
-from kvsieve_store.client import ArenaMap, StoreClient
-from kvsieve_store.protocol.spec import Plane, PoolSpec
 from tests.conftest import StoreProcess
+from tests.engine.sparse_process import RealArenas, close, connect
 from tests.engine.sparse_scene import Scene
 from tests.engine.sparse_store import FakeClient, FakeStore
-from tests.engine.sparse_vllm import BLOCK, INDEXER_ROW_BYTES, ROW_BYTES, new_request, tokens_of
+from tests.engine.sparse_vllm import new_request, tokens_of
 
 
 def scene(slots: int = 200, target: int = 16, **options: Any) -> Scene:
@@ -157,19 +156,6 @@ def test_a_request_has_one_lease_however_long_it_decodes() -> None:
     assert not engine.client.store.leases
 
 
-def test_workers_are_told_who_was_preempted_and_who_has_finished() -> None:
-    engine = scene()
-    engine.submit(new_request("a", [*tokens_of(1, 640), 1], 20))
-    while not any(o.host_backed for o in engine.orders):
-        engine.step()
-    request = engine.running.pop()
-    engine._preempt(request)
-    engine.run()
-    ended = [(o.host_ended, o.host_preempted) for o in engine.orders if o.host_ended]
-    assert ended == [(["a"], ["a"]), (["a"], [])]
-    engine.check_empty()
-
-
 def test_a_failed_load_is_computed() -> None:
     engine = scene()
     engine.submit(new_request("a", [*tokens_of(1, 640), 1], 4))
@@ -291,76 +277,19 @@ def test_nothing_is_read_from_an_arena_that_the_workers_do_not_reach_yet(overlap
 # With a real store
 
 
-class RealClient(StoreClient):
-    """A StoreClient that a Scene can use: what it is asked, the store answers in a moment."""
-
-    target = 8
-
-    def tick(self, count: int = 0) -> None:
-        time.sleep(0.002)
-
-
-class RealArenas(dict[int, Any]):
-    """Epoch -> the arena, mapped as a worker does. A slot's first bytes hold the number."""
-
-    def __init__(self, client: StoreClient) -> None:
-        super().__init__()
-        self.client = client
-
-    def __missing__(self, epoch: int) -> Any:
-        attachment = self.client.attachment
-        assert attachment is not None
-        assert attachment.epoch == epoch
-        self[epoch] = arena = MappedArena(ArenaMap(attachment))
-        return arena
-
-
-class MappedArena:
-    def __init__(self, arena: ArenaMap) -> None:
-        self.arena = arena
-
-    def __getitem__(self, slot: int) -> int:
-        return int.from_bytes(self.arena.slot(slot)[:8].tobytes(), "little", signed=True)
-
-    def __setitem__(self, slot: int, what: int) -> None:
-        self.arena.slot(slot)[:8] = bytearray(what.to_bytes(8, "little", signed=True))
-
-
 @pytest.fixture
-def attach() -> Iterator[Callable[[StoreProcess], Scene]]:
+def attach() -> Iterator[Callable[..., Scene]]:
     """An engine on a store process."""
-    opened: list[tuple[RealClient, RealArenas]] = []
+    opened: list[Scene] = []
 
     def start(store: StoreProcess, **options: Any) -> Scene:
-        layers = 10
-        spec = PoolSpec(
-            name="m",
-            model="m",
-            dtype="fp8",
-            block_tokens=BLOCK,
-            hash_algo="sha256",
-            hash_seed="",
-            layout="BLHNC",
-            tp_size=1,
-            planes=(
-                Plane("main", (BLOCK * ROW_BYTES,) * layers),
-                Plane("indexer", (BLOCK * INDEXER_ROW_BYTES,) * layers),
-            ),
-        )
-        client = RealClient(
-            store.endpoint, spec, engine_id="e", credit_target=RealClient.target, lease_ms=600
-        )
-        client.start()
-        client.wait_attached(20)
-        arenas = RealArenas(client)
-        opened.append((client, arenas))
-        return Scene(client, arenas, **options)
+        client = connect(store)
+        opened.append(Scene(client, RealArenas(client), **options))
+        return opened[-1]
 
     yield start
-    for client, arenas in opened:
-        client.close()
-        for mapped in arenas.values():
-            mapped.arena.close()
+    for scene in opened:
+        close(scene)
 
 
 def metric(store: StoreProcess, name: str) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import StoreProcess
-from tests.engine.generate import generate, seals_done
+from tests.engine.generate import counters, generate, seals_done
 from tests.gpu.forcing import (
     Comparison,
     Drive,
@@ -259,6 +259,30 @@ def test_preempted_requests_go_on(
     assert natural > 0
     assert rows["unplaced_rows"] == 0
     assert all(result.alike for result in results.values())
+
+
+def test_the_next_turn_begins_with_the_rows_that_were_hot_before_the_engine_was_restarted(
+    reference: Callable[[str], Reference], sparse: Any, big_store: StoreProcess
+) -> None:
+    stock = reference("fp8-full")
+    with sparse("fp8-full", big_store) as llm:
+        squeeze = Squeeze(llm)
+        together(llm, stock.tasks, squeezed(squeeze)())
+        squeeze.undo()
+        seals_done(llm)
+    with sparse("fp8-full", big_store) as llm:
+        before = counters(llm)
+        turns = [[*task.prompt, *task.forced, *tokens(40, 9)] for task in stock.tasks]
+        generate(llm, [{"prompt_token_ids": ids} for ids in turns], max_tokens=STEPS)
+        now = counters(llm)
+        rows = row_counts(llm)
+    moved = {name: now[name] - before.get(name, 0) for name in ("used_hints", "refused_hints", "warmed_rows")}
+    print(f"= next turn after a restart: {moved}; rows {rows}")
+    assert moved["used_hints"] == len(stock.tasks)
+    assert moved["refused_hints"] == 0
+    assert moved["warmed_rows"] >= rows["prefetched_rows"] > 0
+    assert rows["prefetched_rows_used"] > 0
+    assert rows["unplaced_rows"] == 0
 
 
 def test_slots_and_tables_are_used_again_after_aborts(

@@ -39,7 +39,8 @@ Pick = Callable[[str, int, int], list[int]]
 @dataclass
 class Live:
     """truth: uint8 [layers, tokens, row bytes]. blocks: per group, the block table. hot: whether it is
-    host-backed. slots: arena slots of its blocks. lists: per layer, what the newest query attended to."""
+    host-backed. slots: arena slots of its blocks. lists: per layer, what the newest query attended to. hint:
+    what was hot when it was preempted."""
 
     name: str
     truth: torch.Tensor
@@ -48,6 +49,7 @@ class Live:
     hot: tuple[tuple[int, ...], ...] | None = None
     slots: dict[int, torch.Tensor] = field(default_factory=dict)
     lists: dict[int, list[int]] = field(default_factory=dict)
+    hint: torch.Tensor | None = None
 
 
 class Scene:
@@ -150,8 +152,6 @@ class Scene:
         live, sizes = self.live[name], self.tables.sizes
         live.hot = tuple(tuple(self._take(sizes.hot_blocks)) for _ in range(GROUPS))
         self.tables.begin(name, live.hot)
-        if self.runtime.warm is not None:
-            self.runtime.warm.resume(name)
 
     def lose(self, name: str, *blocks: int) -> None:
         """These blocks are read from the arena from now on; their places on the GPU hold garbage."""
@@ -165,10 +165,10 @@ class Scene:
         self.tables.add(name, [(block, live.slots[block].data_ptr()) for block in blocks])
 
     def preempt(self, name: str) -> None:
-        """All of its blocks go to others."""
+        """All of its blocks go to others; which rows were hot is kept."""
         live = self.live[name]
         if self.runtime.warm is not None:
-            self.runtime.warm.keep(name)
+            live.hint = self.runtime.warm.hot_rows(name)
         self.tables.end(name)
         for table in (*live.blocks, *(live.hot or ())):
             self.pool[list(table)] = GARBAGE
@@ -178,7 +178,10 @@ class Scene:
 
     def resume(self, name: str) -> None:
         """A preempted request comes back: its full blocks are matched in the store."""
-        self._begin(self.live[name], self.live[name].computed // self.block)
+        live = self.live[name]
+        self._begin(live, live.computed // self.block)
+        if self.runtime.warm is not None and live.hint is not None:
+            self.runtime.warm.resume(name, live.hint)
 
     def _take(self, count: int) -> list[int]:
         return [self._free.pop() for _ in range(count)]

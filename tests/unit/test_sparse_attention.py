@@ -433,17 +433,43 @@ def test_a_large_hot_buffer_is_warmed_up_in_parts(monkeypatch: pytest.MonkeyPatc
     assert [scene.hot_positions("a", layer) for layer in range(LAYERS)] == hot
 
 
-def test_a_request_that_has_finished_is_not_warmed_up() -> None:
+def test_hot_rows_come_with_the_last_used_first() -> None:
+    scene = Scene(policy="previous-step", hot_blocks=4)
+    decoding(scene, "a", blocks=6, lost=6)
+    asked: list[list[int]] = []
+
+    def pick(name: str, layer: int, position: int) -> list[int]:
+        if layer == 0:
+            asked.append([len(asked) * 3, len(asked) * 3 + 1])
+        return asked[-1]
+
+    for _ in range(4):
+        scene.step(["a"], pick=pick)
+    warm = scene.runtime.warm
+    assert warm is not None
+    rows = warm.hot_rows("a")
+    assert rows is not None
+    for layer in rows.tolist():
+        found = [row for row in layer if row >= 0]
+        assert [sorted(found[i : i + 2]) for i in range(0, len(found), 2)] == asked[::-1]
+        assert layer[len(found) :] == [-1] * (len(layer) - len(found))
+    decoding(scene, "b", blocks=3)
+    scene.back("b")
+    assert warm.hot_rows("b") is None
+    assert warm.hot_rows("c") is None
+
+
+def test_rows_that_the_arena_has_not_got_are_not_fetched() -> None:
     scene = Scene(policy="previous-step")
-    decoding(scene, "a", blocks=5, lost=5)
-    for _ in range(3):
-        scene.step(["a"])
-    scene.preempt("a")
+    decoding(scene, "a", blocks=6, lost=4)
     assert scene.runtime.warm is not None
-    scene.runtime.warm.forget(["a"])
-    scene.resume("a")
-    scene.step(prefills={"a": 1})
-    assert scene.counts()["prefetched_rows"] == 0
+    first = 4 * scene.block
+    rows = torch.tensor([[-1, first, 3, 3, first + 1]] * LAYERS, dtype=torch.int32)
+    scene.runtime.warm.resume("a", rows)
+    scene.runtime.warm.resume("nobody", rows)
+    scene.step(["a"], pick=lambda name, layer, position: [3])
+    assert scene.counts()["prefetched_rows"] == scene.counts()["prefetched_rows_used"] == LAYERS
+    assert scene.counts()["missed_rows"] == 0
 
 
 def test_what_a_policy_without_warm_starts_held_is_not_kept() -> None:

@@ -27,8 +27,9 @@ class Host:
     expected: blocks that it may come to have. known: its first blocks that were matched or ordered to be
     saved, as a count; missing: those of them whose save failed. places: blocks that can be read, by index;
     epochs: theirs. durable: the first of these without a gap, as a count. leases, kept: what to give back
-    to the store afterwards, as (epoch, lease id) and (epoch, slot). told: the workers know of it. ended:
-    its blocks are not its own any more.
+    to the store afterwards, as (epoch, lease id) and (epoch, slot). told: the workers know of it. hints: some
+    of its blocks are read from the arena, so that it leaves a hint. ended: its blocks are not its own any
+    more.
     """
 
     request: Request
@@ -36,6 +37,7 @@ class Host:
     known: int = 0
     durable: int = 0
     told: bool = False
+    hints: bool = False
     ended: bool = False
     missing: set[int] = field(default_factory=set)
     places: dict[int, Place] = field(default_factory=dict)
@@ -45,8 +47,8 @@ class Host:
 
     @property
     def owed(self) -> int:
-        """Slots that the request may still write to."""
-        return max(self.expected - self.known, 0) + len(self.missing)
+        """Slots that the request may still write to, one for its hint among them."""
+        return max(self.expected - self.known, 0) + len(self.missing) + self.hints
 
     @property
     def is_copying(self) -> bool:

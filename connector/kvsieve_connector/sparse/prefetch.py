@@ -48,8 +48,8 @@ class Prefetch:
 class Policy:
     """What to prefetch, layer by layer.
 
-    warm_start: whether a request that was preempted gets back the rows that were hot when it left, before its
-      next step (warm.py).
+    warm_start: whether a request that begins with blocks of the store gets the rows that were hot where they
+      ended (warm.py).
     steps: for each layer, what to prefetch in every step.
     """
 

@@ -15,17 +15,27 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from kvsieve_connector.metadata import HostBacked, HostBlocks, LoadOrder, StepOrders, WorkerReport
+from kvsieve_connector.metadata import (
+    HintLoad,
+    HintSave,
+    HostBacked,
+    HostBlocks,
+    LoadOrder,
+    StepOrders,
+    WorkerReport,
+)
 from kvsieve_connector.requests import RequestState, SaveJob, Sealing
 from kvsieve_connector.scheduler import ResolveBlockIds, SchedulerHalf
 from kvsieve_connector.settings import ConnectorSettings
 from kvsieve_connector.sparse.budget import SlotBudget
+from kvsieve_connector.sparse.hint_asks import HintAsks
+from kvsieve_connector.sparse.hints import hint_key
 from kvsieve_connector.sparse.hosts import Host, Place
 from kvsieve_connector.sparse.manager import bind_managers
 from kvsieve_connector.sparse.plan import SparsePlan
 from kvsieve_connector.sparse.residency import Holding, Residency
 from kvsieve_connector.sparse.spec import main_groups
-from kvsieve_store.client import Attachment, Held, SealEntry, SealResult, StoreClient
+from kvsieve_store.client import Attachment, Held, SealEntry, SealResult, SlotRef, StoreClient
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,11 +74,13 @@ class SparseScheduler(SchedulerHalf):
         self._budget = SlotBudget(clock, rng or random.Random())
         self._found: list[Host] = []
         """Began with blocks of the store; the workers are not told yet."""
-        self._ended: list[str] = []
-        self._preempted: list[str] = []
+        self._ended: list[Host] = []
+        """The workers are not told yet."""
+        self._with_hints = settings.prefetch != "none"
+        self._hints = HintAsks()
         self._step = 0
-        self._later: list[tuple[int, Host]] = []
-        """What the store keeps for these is given back from this step on."""
+        self._later: list[tuple[int, list[tuple[int, int]], list[tuple[int, SlotRef]]]] = []
+        """Leases and slots that are given back from this step on, as in Host."""
         self._busy: dict[int, int] = {}
         """Sessions of the past: epoch -> step from which on no step in flight reads its arena."""
         self._too_small: Attachment | None = None
@@ -143,6 +155,9 @@ class SparseScheduler(SchedulerHalf):
         state.match = None
         host.found(match.refs[:begins_with], match.epoch, match.lease_ids)
         self._found.append(host)
+        if self._with_hints:
+            key = hint_key(self._key(request, begins_with - 1))
+            self._hints.add(host, key, begins_with * self.block_tokens)
         local = begins_with - external_tokens // self.block_tokens
         self.stats.add(matched_blocks=begins_with)
         if external_tokens:
@@ -241,9 +256,11 @@ class SparseScheduler(SchedulerHalf):
         orders = super().build_orders(output)
         if orders.attachment is not None:
             self._reports_from = self._step + self._overlap - 1
-        orders.host_ended, self._ended = self._ended, []
-        orders.host_preempted, self._preempted = self._preempted, []
+        ended, self._ended = self._ended, []
+        orders.host_ended = [host.request.request_id for host in ended]
+        self._save_hints(ended, orders)
         self._tell_of_hosts(orders)
+        self._load_hints(orders)
         orders.forget_epochs = self._unread_epochs()
         if self._is_usable and self._client is not None:
             self._slots_back += self._budget.maintain(self._client, self._owed, self._credit_target)
@@ -265,7 +282,7 @@ class SparseScheduler(SchedulerHalf):
 
     def has_pending_work(self) -> bool:
         past = self._busy.keys() - {self._sent_epoch}
-        return bool(super().has_pending_work() or self._later or self._ended or past)
+        return bool(super().has_pending_work() or self._later or self._ended or self._hints or past)
 
     def finished(self, request: Request) -> None:
         state = self._requests.pop(request.request_id, None)
@@ -309,20 +326,25 @@ class SparseScheduler(SchedulerHalf):
         """What all ranks have copied is durable. One call per request, so that each has a lease of its own,
         which grows: what the store keeps of leases, and what renews them, is by requests, not by blocks."""
         by_host: dict[Host, list[SaveJob]] = {}
+        hints = []
         for job in sorted(ready, key=lambda job: job.index):
-            assert job.host is not None
-            by_host.setdefault(job.host, []).append(job)
+            if job.host is None:
+                hints.append(job)
+            else:
+                by_host.setdefault(job.host, []).append(job)
         for host, jobs in by_host.items():
-            entries = [SealEntry(job.key, job.parent, job.ref) for job in jobs]
             if host.ended:
-                self._sealing.append(Sealing(jobs, client.seal_async(entries, epoch=self._sent_epoch)))
+                super()._seal(jobs, client)
                 continue
+            entries = [SealEntry(job.key, job.parent, job.ref) for job in jobs]
             for job in jobs:
                 host.put(job.index, Place(self._sent_epoch, job.ref.slot))
             self._ledger.set_durable(host.request.request_id, host.durable)
             lease = host.lease(self._sent_epoch)
             future = client.seal_async(entries, epoch=self._sent_epoch, hold=True, lease=lease)
             self._sealing.append(Sealing(jobs, future))
+        if hints:  # after the blocks that they are children of
+            super()._seal(hints, client)
 
     def _seal_results(self, sealing: Sealing) -> list[SealResult]:
         held, host = sealing.future.result(), sealing.jobs[0].host
@@ -339,7 +361,10 @@ class SparseScheduler(SchedulerHalf):
     def _abandon(self, job: SaveJob) -> None:
         """A block that is read already keeps its slot; another one is saved again."""
         host = job.host
-        assert host is not None
+        if host is None:
+            self._landed(job)
+            self._slots_back.append(job.ref)
+            return
         if job.index in host.places:
             self._landed(job)
             self.stats.add(failed_saves=1)
@@ -349,6 +374,37 @@ class SparseScheduler(SchedulerHalf):
         super()._abandon(job)
         if not host.ended:
             host.missing.add(job.index)
+
+    def _count_sealed(self, job: SaveJob, result: SealResult) -> None:
+        if job.host is not None:
+            super()._count_sealed(job, result)
+        elif result is SealResult.SEALED:
+            self.stats.add(stored_hints=1)
+
+    # Hints
+
+    def _save_hints(self, ended: Iterable[Host], orders: StepOrders) -> None:
+        """Orders a hint of each request that ended, as far as there is a slot that no other may need."""
+        for host in ended if self._is_usable else ():
+            if not host.hints or host.missing or host.epochs != {self._sent_epoch}:
+                continue
+            assert self._client is not None
+            parent = self._key(host.request, host.known - 1)
+            key = hint_key(parent)
+            if key in self._in_flight or self._client.credits <= self._owed:
+                continue
+            for ref in self._client.take_credits(1, epoch=self._sent_epoch):
+                number = self._begin(SaveJob(key, parent, ref, None))
+                orders.hint_saves.append(HintSave(number, ref.slot, host.request.request_id))
+
+    def _load_hints(self, orders: StepOrders) -> None:
+        """Orders what was found of hints; their leases last until the workers have read them."""
+        for host, tokens, match in self._hints.poll(self._client, self._in_flight):
+            leases = [(match.epoch, lease) for lease in match.lease_ids]
+            self._later.append((self._quiet_step, leases, []))
+            if match.epoch == self._sent_epoch and not host.ended:
+                load = HintLoad(host.request.request_id, match.epoch, match.refs[0], tokens)
+                orders.hint_loads.append(load)
 
     # Orders to the workers, and the end of requests
 
@@ -361,6 +417,7 @@ class SparseScheduler(SchedulerHalf):
         lost = self._ledger.take_lost()
         self.stats.add(lost_blocks=sum(map(len, lost.values())))
         for req_id, indices in [*read.items(), *lost.items()]:
+            self._hosts[req_id].hints = self._with_hints
             places = self._hosts[req_id].places
             by_epoch: dict[int, list[tuple[int, int]]] = {}
             for index in indices:
@@ -376,9 +433,7 @@ class SparseScheduler(SchedulerHalf):
             return
         host.ended = True
         if host.told:
-            self._ended.append(holding.request_id)
-            if not host.request.is_finished():
-                self._preempted.append(holding.request_id)
+            self._ended.append(host)
         for epoch in host.epochs:
             self._busy[epoch] = self._quiet_step
         self._give_back_after(host)
@@ -391,15 +446,15 @@ class SparseScheduler(SchedulerHalf):
 
     def _give_back_after(self, host: Host) -> None:
         if host.ended and (host.leases or host.kept):
-            self._later.append((self._quiet_step, host))
+            self._later.append((self._quiet_step, host.leases, host.kept))
+            host.leases, host.kept = [], []
 
     def _release_due(self) -> None:
-        due = [host for step, host in self._later if step <= self._step]
+        due = [entry for entry in self._later if entry[0] <= self._step]
         self._later = [entry for entry in self._later if entry[0] > self._step]
-        for host in due:
-            self._leases_back += [lease for epoch, lease in host.leases if epoch == self._sent_epoch]
-            self._slots_back += [ref for epoch, ref in host.kept if epoch == self._sent_epoch]
-            host.leases, host.kept = [], []
+        for _, leases, kept in due:
+            self._leases_back += [lease for epoch, lease in leases if epoch == self._sent_epoch]
+            self._slots_back += [ref for epoch, ref in kept if epoch == self._sent_epoch]
 
     def _unread_epochs(self) -> list[int]:
         """Sessions of the past whose arena no step reads any more; each once."""

@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvsieve_connector.copy.base import LayerPages
+from kvsieve_connector.device import upload
 from kvsieve_connector.kernels.swap_in import LayerCache
-from kvsieve_connector.metadata import StepOrders
+from kvsieve_connector.metadata import HintLoad, HintSave, StepOrders
 from kvsieve_connector.settings import ConnectorSettings
 from kvsieve_connector.sparse import runtime as runtimes
 from kvsieve_connector.sparse.check import check_layers
 from kvsieve_connector.sparse.counters import CounterReader
+from kvsieve_connector.sparse.hints import read_hint, write_hint
 from kvsieve_connector.sparse.kernel_set import kernel_set
 from kvsieve_connector.sparse.peers import share
 from kvsieve_connector.sparse.plan import SparsePlan
@@ -27,6 +30,7 @@ from kvsieve_connector.sparse.prefetch import Policy, default_name, make_policy
 from kvsieve_connector.sparse.runtime import BatchRow, SparseRuntime, workspace_rows
 from kvsieve_connector.sparse.spec import main_groups
 from kvsieve_connector.sparse.tables import HostTables, TableSizes
+from kvsieve_connector.sparse.warm import RowsCopies
 from kvsieve_connector.worker import WorkerHalf
 from kvsieve_store.client import ArenaMap
 
@@ -50,6 +54,8 @@ class SparseWorkerHalf(WorkerHalf):
         self._counters: CounterReader | None = None
         self._kept: dict[int, ArenaMap] = {}
         """Arenas of sessions that are over, by epoch: locked while live requests read their slots."""
+        self._hot_rows = RowsCopies()
+        """On their way to slots of the arena that is mapped."""
         self._unshare: Callable[[], None] = lambda: None
         self._runs_in_step = vllm_config.parallel_config.data_parallel_size > 1
 
@@ -90,19 +96,18 @@ class SparseWorkerHalf(WorkerHalf):
 
     def begin(self, orders: StepOrders) -> None:
         super().begin(orders)
-        tables, warm = self._sparse.tables, self._sparse.warm
-        if warm is not None:
-            for req_id in orders.host_preempted:
-                warm.keep(req_id)
+        tables = self._sparse.tables
+        for save in orders.hint_saves:
+            self._begin_hint(save)
         for req_id in orders.host_ended:
             tables.end(req_id)
         for backed in orders.host_backed:
             tables.begin(backed.req_id, backed.hot_blocks)
-            if warm is not None:
-                warm.resume(backed.req_id)
         for host in orders.host_blocks:
             arena = self._arena_of(host.epoch)
             tables.add(host.req_id, ((index, arena.address(slot)) for index, slot in host.blocks))
+        for load in orders.hint_loads:
+            self._load_hint(load)
         for epoch in orders.forget_epochs:
             self._forget(epoch)
 
@@ -118,8 +123,6 @@ class SparseWorkerHalf(WorkerHalf):
             raise RuntimeError(
                 f"kvsieve: sparse mode needs vLLM's V2 model runner; this one tells only {sorted(step)}"
             )
-        if self._sparse.warm is not None:
-            self._sparse.warm.forget(step["scheduler_output"].finished_req_ids)
         self._sparse.begin(batch_rows(step["request_ids"], step["scheduler_output"]))
 
     def finish_saves(self, after_sampling: bool) -> None:
@@ -132,6 +135,7 @@ class SparseWorkerHalf(WorkerHalf):
     def results(self) -> Any:
         assert self._counters is not None
         self.stats.add(**self._counters.poll())
+        self._write_hints()
         return super().results()
 
     def close(self) -> None:
@@ -144,6 +148,41 @@ class SparseWorkerHalf(WorkerHalf):
         for epoch in list(self._kept):
             self._forget(epoch)
         super().close()
+
+    # Hints: rank 0 writes them, all ranks having the same lists; each rank reads them
+
+    def _begin_hint(self, order: HintSave) -> None:
+        if self._rank != 0:
+            self._saved.append(order.job)
+            return
+        warm = self._sparse.warm
+        rows = warm.hot_rows(order.req_id) if warm is not None and self._arena is not None else None
+        if rows is None:
+            self._failed_saves.append(order.job)
+        else:
+            self._hot_rows.start(order.job, order.slot, rows)
+
+    def _write_hints(self) -> None:
+        for copy in self._hot_rows.landed():
+            rows = copy.rows.numpy()
+            if self._arena is None or not (rows >= 0).any():  # nothing was hot
+                self._failed_saves.append(copy.job)
+                continue
+            write_hint(self._arena.slot(copy.slot), rows, self._plan.block_tokens)
+            self._saved.append(copy.job)
+
+    def _load_hint(self, order: HintLoad) -> None:
+        warm, arena, ref = self._sparse.warm, self._arena, order.ref
+        if warm is None or arena is None or order.epoch != self._epoch:
+            return
+        sizes, most = self._sparse.tables.sizes, self._plan.hot_rows
+        rows = read_hint(arena.slot(ref.slot), sizes.layers, sizes.block_tokens, order.tokens, most)
+        intact = arena.generation(ref.slot) == ref.generation
+        count = int(np.count_nonzero(rows >= 0)) if rows is not None and intact else 0
+        if rows is not None and count:
+            warm.resume(order.req_id, upload(rows, torch.int32, self._sparse.tables.tag.device))
+        if self._rank == 0:
+            self.stats.add(used_hints=int(count > 0), refused_hints=int(not count), warmed_rows=count)
 
     def _model_layers(self, names: list[str]) -> int:
         """How many of the layers come before a drafter's, which vLLM numbers after the model's."""
@@ -191,6 +230,7 @@ class SparseWorkerHalf(WorkerHalf):
     def _session_over(self, arena: ArenaMap) -> None:
         """Its arena stays mapped, pinned and locked while requests read it. A lock is a session's own, also
         where the next session has the same memory: without it, the store would give the slots away."""
+        self._hot_rows.forget()
         self._kept[self._epoch] = arena
 
     def _forget(self, epoch: int) -> None:
