@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from vllm.v1.attention.backend import AttentionMetadataBuilder  # noqa: E402
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata  # noqa: E402
 from vllm.v1.kv_cache_interface import MLAAttentionSpec  # noqa: E402
 
 from kvsieve_connector import plugin  # noqa: E402
@@ -201,3 +202,110 @@ def test_rows_come_from_the_swap_in_where_stock_may_convert_past_our_method(
     bare = impl.__new__(impl)
     bare._layer = "a host-backed layer"
     assert not bare.group_conversion_decode_only
+
+
+BATCHES = {"decodes": [1, 1, 1], "prefills": [70, 5], "both": [1, 1, 40, 7]}
+"""Tokens of each request in the step; each has 100 before."""
+
+
+def _batch(tokens: list[int]) -> list[Any]:
+    """What two main groups' builders are given for one batch."""
+    starts = torch.tensor([0, *tokens]).cumsum(0).to(torch.int32)
+    lengths = torch.tensor([100 + n for n in tokens], dtype=torch.int32)
+    total, requests = sum(tokens), len(tokens)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths,
+        seq_lens_cpu_upper_bound=lengths.clone(),
+        max_seq_len=int(lengths.max()),
+        num_reqs=requests,
+        num_actual_tokens=total,
+        max_query_len=max(tokens),
+        block_table_tensor=torch.arange(4 * requests, dtype=torch.int32).view(requests, 4),
+        slot_mapping=torch.arange(total),
+        is_prefilling=torch.tensor([n > 1 for n in tokens]),
+        # vLLM's kernel for this needs a device.
+        _token_to_req_indices_cache=torch.arange(requests, dtype=torch.int32).repeat_interleave(
+            torch.tensor(tokens)
+        ),
+    )
+    other = replace(
+        common, block_table_tensor=100 + common.block_table_tensor, slot_mapping=100 + common.slot_mapping
+    )
+    return [common, other]
+
+
+@pytest.fixture(params=["HostFlashMLASparseBuilder", "HostFlashAttnMLASparseBuilder"])
+def metadata_of(request: pytest.FixtureRequest, backends: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """metadata_of(what a builder is given): what a new builder makes of it; each group has its own."""
+    from vllm.v1.attention.backends.mla import flashmla_sparse
+
+    zeros = torch.zeros
+    for module in (backends, flashmla_sparse):
+        monkeypatch.setattr(module, "get_mla_metadata", lambda: (SimpleNamespace(), None))
+    # There is no device to pin memory for.
+    monkeypatch.setattr(torch, "zeros", lambda *a, pin_memory=False, **kw: zeros(*a, **kw))
+    cls = getattr(backends, request.param)
+    monkeypatch.setattr(cls, "_built", None)
+
+    def metadata_of(common: Any) -> Any:
+        builder = cls.__new__(cls)
+        model = SimpleNamespace(max_model_len=4096, dtype=torch.bfloat16)
+        attention = SimpleNamespace(hisparse_config=None, sparse_mla_prefill_workspace_factor=5)
+        builder.__dict__.update(
+            vllm_config=SimpleNamespace(model_config=model, attention_config=attention),
+            model_config=model,
+            device=torch.device("cpu"),
+            kv_cache_spec=SimpleNamespace(block_size=64),
+            topk_tokens=2048,
+            reorder_batch_threshold=1,
+            req_id_per_token_buffer=zeros(256, dtype=torch.int32),
+            use_pcp=False,
+            pcp_dcp_kv_gather=False,
+            cp_kv_cache_interleave_size=1,
+            use_fp8_kv_cache=True,
+            fp8_use_mixed_batch=False,
+            _prefill_backend=None,
+            dummy_block_table=zeros((16, 1), dtype=torch.int32),
+            max_model_len_tensor=torch.full((16,), 4096),
+        )
+        return builder.build(0, common)
+
+    metadata_of.cls = cls  # type: ignore[attr-defined]
+    return metadata_of
+
+
+def _plain(value: Any) -> Any:
+    """A dataclass and what is in it, in a form that can be compared."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    return [_plain(item) for item in value] if isinstance(value, list) else repr(value)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_second_group_gets_what_it_would_have_built(metadata_of: Any, batch: str) -> None:
+    common, other = _batch(BATCHES[batch])
+    first, shared = metadata_of(common), metadata_of(other)
+    assert metadata_of.cls._built[1] is first
+    metadata_of.cls._built = None
+    own = metadata_of(other)
+    assert own is metadata_of.cls._built[1]
+    assert _plain(shared) == _plain(own)
+    assert _plain(first) != _plain(own)
+    assert shared.block_table is other.block_table_tensor
+    if (fp8 := getattr(shared, "fp8_extra_metadata", None)) is not None and fp8.decode is not None:
+        kernels = [m.fp8_extra_metadata.decode.kernel_metadata for m in (first, shared)]
+        assert kernels[0].scheduler_metadata is not kernels[1].scheduler_metadata
+
+
+def test_a_batch_of_the_same_numbers_is_another_batch(metadata_of: Any) -> None:
+    first = metadata_of(_batch([1, 40])[0])
+    common = _batch([1, 40])[0]
+    common.seq_lens += 64
+    common.seq_lens_cpu_upper_bound += 64
+    second = metadata_of(common)
+    assert metadata_of.cls._built[1] is second
+    assert second.seq_lens.tolist() == (first.seq_lens + 64).tolist()

@@ -6,7 +6,8 @@ implementation, builder and spec from them.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
@@ -24,6 +25,7 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import (
     FlashMLASparseBackend,
     FlashMLASparseImpl,
     FlashMLASparseMetadataBuilder,
+    get_mla_metadata,
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 from vllm.v1.worker.workspace import current_workspace_manager
@@ -61,9 +63,15 @@ class _HostBackend:
 
 class _HostBuilder:
     """Mixed in before a stock metadata builder: only rows of decode steps count as decodes, of equal number
-    per request, because the hot buffer has room for no more."""
+    per request, because the hot buffer has room for no more.
+
+    Each main group has a builder, and all groups of a batch differ in their blocks only: the first builds,
+    the others take over what it has built.
+    """
 
     require_uniform_decodes = True
+    _built: ClassVar[tuple[Any, Any] | None] = None
+    """The last batch, as the first group got it, and its metadata; one for each subclass."""
     reorder_batch_threshold: int | None
     """Most tokens of a request that are a decode step; vLLM adds a drafter's to the 1 given here."""
 
@@ -72,6 +80,9 @@ class _HostBuilder:
         # Dense prefill reads the paged cache, of which parts may be in the arena.
         vllm_config.attention_config.sparse_mla_force_mqa = True
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
+        # What dense prefill needs is neither built nor held.
+        self._prefill_backend = None
+        self.chunked_prefill_workspace = torch.empty(0, device=device)
         # FlashMLA's mixed batch is one kernel call for decode and prefill: they need different caches here.
         self.fp8_use_mixed_batch = False
         # A decode step that counted as a prefill would be captured into graphs as vLLM's own attention.
@@ -87,6 +98,33 @@ class _HostBuilder:
     ) -> None:
         super()._init_reorder_batch_threshold(1, *args, **kwargs)  # type: ignore[misc]
 
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        found = type(self)._built
+        if found is not None and _is_same_batch(found[0], common_attn_metadata):
+            return self._with_blocks(found[1], common_attn_metadata)
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
+        type(self)._built = common_attn_metadata, metadata
+        return metadata
+
+    def _with_blocks(self, metadata: Any, common: Any) -> Any:
+        """The metadata of another group of the same batch, for this one."""
+        return replace(
+            metadata,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            req_id_per_token=self._build_req_id_per_token(common),  # type: ignore[attr-defined]
+        )
+
+
+def _is_same_batch(one: Any, other: Any) -> bool:
+    """Whether vLLM made both for one batch. It makes these tensors anew for each."""
+    return (
+        one.seq_lens is other.seq_lens
+        and one.query_start_loc is other.query_start_loc
+        and (one.num_reqs, one.num_actual_tokens, one.max_query_len)
+        == (other.num_reqs, other.num_actual_tokens, other.max_query_len)
+    )
+
 
 class HostFlashMLASparseImpl(HostFlashMLA, FlashMLASparseImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -98,7 +136,25 @@ class HostFlashMLASparseImpl(HostFlashMLA, FlashMLASparseImpl):
 
 
 class HostFlashMLASparseBuilder(_HostBuilder, FlashMLASparseMetadataBuilder):
-    pass
+    def _with_blocks(self, metadata: Any, common: Any) -> Any:
+        own, fp8 = super()._with_blocks(metadata, common), metadata.fp8_extra_metadata
+        if fp8 is None:
+            return own
+        prefill, decode = fp8.prefill, fp8.decode
+        if prefill is not None:
+            tables = own.block_table[own.num_decodes :]
+            chunks = [
+                replace(chunk, block_table=tables[first : first + len(chunk.block_table)])
+                for chunk in prefill.chunks
+                for first in (chunk.req_start_idx,)
+            ]
+            prefill = replace(prefill, chunks=chunks)
+        if decode is not None:
+            # The kernel fills this in at a group's first layer; graphs keep what was there at capture.
+            scheduler, _ = get_mla_metadata()
+            kernel = replace(decode.kernel_metadata, scheduler_metadata=scheduler)
+            decode = replace(decode, kernel_metadata=kernel)
+        return replace(own, fp8_extra_metadata=replace(fp8, prefill=prefill, decode=decode))
 
 
 class HostFlashMLASparseBackend(_HostBackend, FlashMLASparseBackend):
