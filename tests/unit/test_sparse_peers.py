@@ -20,7 +20,9 @@ from kvsieve_connector.sparse.peers import Memory, Unshared, connect, share, uns
 from kvsieve_connector.sparse.prefetch import make_policy  # noqa: E402
 from kvsieve_connector.sparse.tables import HostTables, TableSizes  # noqa: E402
 
-SIZES = TableSizes(slots=2, blocks=8, pages=7, groups=1, hot_blocks=2, layers=3, block_tokens=8, rows=4)
+SIZES = TableSizes(slots=2, blocks=8, pages=7, groups=2, hot_blocks=2, layers=3, block_tokens=8, rows=4)
+IN_A_GROUP = 2
+"""Layers of a KV group. The groups are at the same places of the pool."""
 BASE = 1 << 20
 
 
@@ -50,14 +52,14 @@ class ThisProcess:
 class Rank:
     def __init__(self, blocks: int = 5) -> None:
         self.tables = HostTables(SIZES, torch.device("cpu"))
-        pool = torch.randint(256, (blocks, SIZES.layers, 8, 32), dtype=torch.uint8)
+        pool = torch.randint(256, (blocks, IN_A_GROUP, 8, 32), dtype=torch.uint8)
         self.pool, self.before = pool, pool.clone()
         self.memory: Any = ThisProcess()
         self.caches = [
             LayerCache(
-                cache=pool[:, i],
+                cache=pool[:, i % IN_A_GROUP],
                 layer_offset=0,
-                group=0,
+                group=i // IN_A_GROUP,
                 slot_of=self.tables.slot_of[i],
                 tag=self.tables.tag[i],
                 stamp=self.tables.stamp[i],

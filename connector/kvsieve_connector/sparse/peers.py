@@ -9,6 +9,7 @@ rank waits for one that fetches for itself.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -135,9 +136,9 @@ def connect(
         before.extend([memory.read(address, _PROBE_BYTES) for address in layer[:2]] for layer in own)
         lent = [[memory.lend(address) for address in layer] for layer in own]
         shape = tuple((tuple(c.cache.shape), c.cache.stride(), c.slot_of.numel(), slots) for c in caches)
-        for i, layer in enumerate(own):
-            for kind, address in enumerate(layer[:2]):
-                memory.write(address, _probe(kind, i, rank))
+        for places, layer in zip(lent, own, strict=True):
+            for place, address in zip(places[:2], layer, strict=False):
+                memory.write(address, _probe(place))
         return _Offer(_boot_id(), shape, lent)
 
     def reach(offers: list[_Offer]) -> list[list[list[int]]]:
@@ -149,19 +150,20 @@ def connect(
                 if other == rank:
                     layer.append(list(own[i]))
                     continue
-                at = [memory.open(handle) + offset for handle, offset in theirs.lent[i]]
-                for kind in range(2):
-                    if memory.read(at[kind], _PROBE_BYTES) != _probe(kind, i, other):
+                lent = theirs.lent[i]
+                at = [memory.open(handle) + offset for handle, offset in lent]
+                for place, address in zip(lent[:2], at, strict=False):
+                    if memory.read(address, _PROBE_BYTES) != _probe(place):
                         raise RuntimeError(f"rank {other}'s memory is not what it was said to be")
-                memory.write(at[2] + 8 * rank, _probe(2, i, rank)[:8])
+                memory.write(at[2] + 8 * rank, _probe(lent[2], rank)[:8])
                 layer.append(at)
             places.append(layer)
         return places
 
-    def written() -> None:
-        for i, layer in enumerate(own):
+    def written(lent: list[list[tuple[bytes, int]]]) -> None:
+        for places, layer in zip(lent, own, strict=True):
             for other in range(count):
-                if other != rank and memory.read(layer[2] + 8 * other, 8) != _probe(2, i, other)[:8]:
+                if other != rank and memory.read(layer[2] + 8 * other, 8) != _probe(places[2], other)[:8]:
                     raise RuntimeError(f"what rank {other} wrote to this one has not arrived")
 
     def restore() -> None:
@@ -179,7 +181,7 @@ def connect(
         if len({o.shape for o in offers}) > 1:
             raise Unshared("the ranks' caches differ in shape")
         places = _together(exchange, lambda: reach(offers))[rank]
-        _together(exchange, written)
+        _together(exchange, lambda: written(offers[rank].lent))
     except Unshared as error:
         failure = error
     _together(exchange, restore)  # no rank publishes before all have cleared their flags
@@ -297,9 +299,10 @@ def _exchange_of(group: Any) -> Exchange:
     return exchange
 
 
-def _probe(kind: int, layer: int, rank: int) -> bytes:
-    """16 bytes that no other place has, of which the first 8 do."""
-    return bytes([kind, rank]) + layer.to_bytes(2, "little") + b"kvsieve: own"
+def _probe(place: tuple[bytes, int], writer: int = 0) -> bytes:
+    """Bytes for a place that no other place has. Layers of different KV groups may be at the same one."""
+    handle, offset = place
+    return hashlib.blake2b(b"%d %d " % (offset, writer) + handle, digest_size=_PROBE_BYTES).digest()
 
 
 def _boot_id() -> str:
