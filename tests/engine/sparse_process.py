@@ -10,6 +10,7 @@ from kvsieve_store.protocol.spec import Plane, PoolSpec
 from tests.conftest import StoreProcess
 from tests.engine.sparse_scene import Scene
 from tests.engine.sparse_vllm import BLOCK, INDEXER_ROW_BYTES, ROW_BYTES
+from tests.fault.proxy import Proxy
 
 
 class RealClient(StoreClient):
@@ -32,8 +33,13 @@ class RealArenas(dict[int, Any]):
         attachment = self.client.attachment
         assert attachment is not None
         assert attachment.epoch == epoch
-        self[epoch] = arena = MappedArena(ArenaMap(attachment))
+        memory = next((mapped.arena.memory for mapped in self.values()), None)
+        self[epoch] = arena = MappedArena(ArenaMap(attachment, memory))
         return arena
+
+    def __delitem__(self, epoch: int) -> None:
+        self[epoch].arena.close()
+        super().__delitem__(epoch)
 
 
 class MappedArena:
@@ -47,7 +53,7 @@ class MappedArena:
         self.arena.slot(slot)[:8] = bytearray(what.to_bytes(8, "little", signed=True))
 
 
-def connect(store: StoreProcess, layers: int = 10) -> RealClient:
+def connect(store: StoreProcess | Proxy, layers: int = 10) -> RealClient:
     """A session with the store, for blocks of so many layers."""
     spec = PoolSpec(
         name="m",

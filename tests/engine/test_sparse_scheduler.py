@@ -14,6 +14,7 @@ from tests.engine.sparse_process import RealArenas, close, connect
 from tests.engine.sparse_scene import Scene
 from tests.engine.sparse_store import FakeClient, FakeStore
 from tests.engine.sparse_vllm import new_request, tokens_of
+from tests.fault.proxy import Proxy
 
 
 def scene(slots: int = 200, target: int = 16, **options: Any) -> Scene:
@@ -282,7 +283,7 @@ def attach() -> Iterator[Callable[..., Scene]]:
     """An engine on a store process."""
     opened: list[Scene] = []
 
-    def start(store: StoreProcess, **options: Any) -> Scene:
+    def start(store: StoreProcess | Proxy, **options: Any) -> Scene:
         client = connect(store)
         opened.append(Scene(client, RealArenas(client), **options))
         return opened[-1]
@@ -335,3 +336,35 @@ def test_a_real_store_dies_and_another_takes_its_place(
     engine.check_empty()
     assert sorted(engine.done) == ["a", "b", "c"]
     assert [epoch for o in engine.orders for epoch in o.forget_epochs] == [1]
+
+
+def test_a_connection_breaks_and_what_is_read_stays_while_others_fill_the_arena(
+    start_store: Callable[..., StoreProcess], attach: Callable[..., Scene]
+) -> None:
+    """Requests of the next session write more than the arena holds, in memory that the first one reads."""
+    store = start_store("--pool-size", "64MiB")
+    with Proxy(store.endpoint) as proxy:
+        engine = attach(proxy, pool_mib=8, max_model_len=1600)
+        engine.submit(new_request("a", tokens_of(1, 1000), 500), new_request("b", tokens_of(2, 1000), 40))
+        while stat(engine, "lost_blocks") < 4:
+            engine.step()
+        proxy.cut()
+        while not any(o.detach for o in engine.orders):
+            engine.step()
+        proxy.mend()
+        while engine.client.attachment is None:
+            engine.step()
+        saved = stat(engine, "saved_blocks")
+        for n in range(12):
+            engine.submit(new_request(f"c{n}", tokens_of(10 + n, 1000), 20))
+        engine.run(40_000)
+        engine.check_empty()
+        assert stat(engine, "saved_blocks") - saved > engine.client.attachment.slots
+        epochs = {(host.req_id, host.epoch) for o in engine.orders for host in o.host_blocks}
+        assert ("a", 1) in epochs
+        assert [epoch for o in engine.orders for epoch in o.forget_epochs] == [1]
+        # All that the first session had has come back.
+        deadline = time.monotonic() + 20
+        while metric(store, "kvsieve_fencing_sessions") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert metric(store, "kvsieve_fencing_sessions") == 0
