@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from typing import Any
 
@@ -22,8 +23,11 @@ class RealClient(StoreClient):
         time.sleep(0.002)
 
 
+_ROWS = struct.Struct(f"<{BLOCK}q")
+
+
 class RealArenas(dict[int, Any]):
-    """Epoch -> the arena, mapped as a worker does. A slot's first bytes hold the number."""
+    """Epoch -> the arena, mapped as a worker does. A slot's first bytes hold the rows' numbers."""
 
     def __init__(self, client: StoreClient) -> None:
         super().__init__()
@@ -46,11 +50,11 @@ class MappedArena:
     def __init__(self, arena: ArenaMap) -> None:
         self.arena = arena
 
-    def __getitem__(self, slot: int) -> int:
-        return int.from_bytes(self.arena.slot(slot)[:8].tobytes(), "little", signed=True)
+    def __getitem__(self, slot: int) -> tuple[int, ...]:
+        return _ROWS.unpack(self.arena.slot(slot)[: _ROWS.size].tobytes())
 
-    def __setitem__(self, slot: int, what: int) -> None:
-        self.arena.slot(slot)[:8] = bytearray(what.to_bytes(8, "little", signed=True))
+    def __setitem__(self, slot: int, what: tuple[int, ...]) -> None:
+        self.arena.slot(slot)[: _ROWS.size] = bytearray(_ROWS.pack(*what))
 
 
 def connect(store: StoreProcess | Proxy, layers: int = 10) -> RealClient:

@@ -38,16 +38,28 @@ class Tables:
 
 @dataclass
 class Step:
-    """scheduled: request -> (computed before, tokens). report: what the workers say afterwards."""
+    """scheduled: request -> tokens. sampled: request -> its new tokens, and how many drafts were rejected.
+    report: what the workers say afterwards."""
 
-    scheduled: dict[str, tuple[int, int]]
+    scheduled: dict[str, int]
+    sampled: dict[str, tuple[list[int], int]]
     report: WorkerReport
     loaded: list[str]
     failed: list[str]
 
 
+@dataclass
+class OnDevice:
+    """A request as the workers know it, ahead of the scheduler. computed: tokens whose rows are right."""
+
+    tokens: list[int]
+    computed: int
+
+
 class Scene:
-    """chunk: tokens of a step. overlap: steps in flight at once. late: steps that a copy may take longer."""
+    """chunk: tokens of a step. overlap: steps in flight at once. late: steps that a copy may take longer.
+    drafts: tokens that a drafter adds to each decode step, as vLLM's asynchronous scheduler counts them.
+    """
 
     def __init__(
         self,
@@ -63,8 +75,11 @@ class Scene:
         seqs: int = 8,
         max_model_len: int = 2048,
         layers: int = 10,
+        drafts: int = 0,
         seed: int = 0,
     ) -> None:
+        self.drafts, self.max_model_len = drafts, max_model_len
+        self.rejected = 0
         self.rng = random.Random(seed)
         self.client, self.arenas = client, arenas
         self.chunk, self.overlap, self.late, self.seqs = chunk, overlap, late, seqs
@@ -101,6 +116,8 @@ class Scene:
         self.orders: list[StepOrders] = []
         # The workers
         self.gpu: dict[int, Any] = {}
+        """Block -> what each of its rows holds."""
+        self.device: dict[str, OnDevice] = {}
         self.block_tables: dict[str, list[list[int]]] = {}
         self.tables: dict[str, Tables] = {}
         self.mapped: Any = None
@@ -171,11 +188,15 @@ class Scene:
         budget, preempted, index = self.chunk, False, 0
         while index < len(self.running) and budget:
             request = self.running[index]
-            tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            ahead = len(request.spec_token_ids) + request.num_output_placeholders
+            tokens = min(request.num_tokens + ahead - request.num_computed_tokens, budget)
+            tokens = min(tokens, self.max_model_len - request.num_computed_tokens - 1)
             if tokens <= 0:
                 index += 1
                 continue
-            while (blocks := self.manager.allocate_slots(request, tokens)) is None:
+            while (
+                blocks := self.manager.allocate_slots(request, tokens, num_lookahead_tokens=self.drafts)
+            ) is None:
                 victim = self.running[-1]
                 if self.half.has_pending_block_frees() or victim.num_in_flight_tokens:
                     break
@@ -222,6 +243,7 @@ class Scene:
             num_new_computed_tokens=local,
             new_computed_blocks=hit,
             num_external_computed_tokens=external,
+            num_lookahead_tokens=0 if wait else self.drafts,
             delay_cache_blocks=wait,
             full_sequence_must_fit=True,
             reserved_blocks=self._reserved_blocks() if wait else 0,
@@ -267,7 +289,8 @@ class Scene:
 
     def _preempt(self, request: Request) -> None:
         self.manager.free(request)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_output_placeholders = 0
+        request.spec_token_ids = []
         request.num_preemptions += 1
         self.waiting.insert(0, request)
         self.preempted += 1
@@ -281,12 +304,16 @@ class Scene:
         self.done.append(request.request_id)
 
     def _process(self, step: Step | None) -> None:
-        for name, (computed, tokens) in step.scheduled.items() if step else ():
+        for name, tokens in step.scheduled.items() if step else ():
             request = self.requests[name]
             request.num_in_flight_tokens -= tokens
-            if name in self.done or request not in self.running or computed + tokens < request.num_tokens:
+            sampled, rejected = step.sampled[name]
+            if name in self.done or request not in self.running or not sampled:
                 continue
-            request.append_output_token_ids(self.rng.randrange(1000))
+            request.num_computed_tokens -= rejected
+            if self.drafts:
+                request.num_output_placeholders -= rejected + len(sampled)
+            request.append_output_token_ids(sampled[: request.max_tokens - request.num_output_tokens])
             if request.num_output_tokens >= request.max_tokens:
                 self.running.remove(request)
                 self._end(request)
@@ -310,7 +337,7 @@ class Scene:
             )
         )
         self.orders.append(orders)
-        step = Step({}, WorkerReport(), [], [])
+        step = Step({}, {}, WorkerReport(), [], [])
         self._apply(orders, step)
         for order in orders.loads:
             step.loaded.append(order.req_id)
@@ -326,15 +353,21 @@ class Scene:
             request = self.requests[name]
             if whole:
                 self.block_tables[name] = [[] for _ in range(len(self.main) + 1)]
+                self.device[name] = OnDevice(list(request.all_token_ids), request.num_computed_tokens)
             for table, new in zip(self.block_tables[name], blocks.get_block_ids(), strict=True):
                 table.extend(new)
-            self._forward(request, request.num_computed_tokens, tokens)
-            step.scheduled[name] = (request.num_computed_tokens, tokens)
+            step.scheduled[name], step.sampled[name] = tokens, self._forward(name, tokens)
             request.num_computed_tokens += tokens
             request.num_in_flight_tokens += tokens
+            if self.drafts and step.sampled[name][0]:
+                sampled, rejected = step.sampled[name]
+                request.num_output_placeholders += len(sampled) + rejected
+                request.spec_token_ids = [-1] * self.drafts
         for save in orders.saves:
             pages = [ids[0] for ids in save.pages]
             (what,) = {self.gpu[page] for page in pages}
+            assert len(what) == BLOCK
+            assert None not in what, "a row of a rejected draft is saved"
             if not self.mapped or self.rng.random() < self.bad_copies:
                 step.report.failed[save.job] = 1
                 continue
@@ -373,37 +406,57 @@ class Scene:
         if self.rng.random() < self.bad_copies:
             step.report.failed[order.job] = 1
             return
-        self.arenas[self.mapped.epoch][order.slot] = hash(("hint", self.half._jobs[order.job].parent))
+        self.arenas[self.mapped.epoch][order.slot] = _hint_of(self.half._jobs[order.job].parent)
         self.copies.append((self.steps + self.rng.randint(0, self.late), order.job))
 
     def _read_hint(self, order: HintLoad) -> None:
         last = self.half._key(self.requests[order.req_id], order.tokens // BLOCK - 1)
-        assert self.arenas[order.epoch][order.ref.slot] == hash(("hint", last))
+        assert self.arenas[order.epoch][order.ref.slot] == _hint_of(last)
 
-    def _forward(self, request: Request, computed: int, tokens: int) -> None:
-        """Reads the whole context, then writes the new tokens."""
-        table = self.block_tables[request.request_id]
-        pages = self.tables[request.request_id].pages if request.request_id in self.tables else {}
+    def _forward(self, name: str, tokens: int) -> tuple[list[int], int]:
+        """Reads the whole context, writes the new rows, and samples: new tokens, and drafts rejected."""
+        device, table = self.device[name], self.block_tables[name]
+        computed = device.computed
+        pages = self.tables[name].pages if name in self.tables else {}
         for index in range(-(-computed // BLOCK)):
-            want = self.block(request, index, computed)
-            assert self.gpu[table[self.indexer][index]] == want, (request.request_id, index, "indexer")
+            want = self._rows(name, index, computed)
+            assert self._read(table[self.indexer][index], want) == want, (name, index, "indexer")
             if index in pages:
                 epoch, slot = pages[index]
-                assert self.arenas[epoch][slot] == want, (request.request_id, index, "arena")
+                assert self.arenas[epoch][slot] == want, (name, index, "arena")
                 continue
             for group in self.main:
-                assert self.gpu[table[group][index]] == want, (request.request_id, index, group)
-        for index in range(computed // BLOCK, -(-(computed + tokens) // BLOCK)):
+                assert self._read(table[group][index], want) == want, (name, index, group)
+        known = min(tokens, len(device.tokens) - computed)
+        drafted = tokens - known
+        sampled: list[int] = []
+        if computed + known == len(device.tokens):
+            sampled = [self.rng.randrange(1000) for _ in range(1 + self.rng.randint(0, drafted))]
+        else:
+            assert not drafted
+        device.tokens += sampled
+        device.computed = computed + known + max(len(sampled) - 1, 0)
+        # Wrong rows: of drafts that are rejected, and those that the drafter writes by itself.
+        end = max(computed + tokens, min(device.computed + self.drafts - 1, self.max_model_len))
+        for index in range(computed // BLOCK, -(-end // BLOCK)):
+            right = self._rows(name, index, device.computed)
+            wrong = (None,) * (min(end - index * BLOCK, BLOCK) - len(right))
             for group in range(len(table)):
                 assert table[group][index]
-                self.gpu[table[group][index]] = self.block(request, index, computed + tokens)
+                self.gpu[table[group][index]] = right + wrong
+        rejected = drafted - max(len(sampled) - 1, 0)
+        self.rejected += rejected
+        return sampled, rejected
 
-    def block(self, request: Request, index: int, tokens: int) -> int:
-        """What block `index` of a request holds once `tokens` of it are computed."""
-        prefix = self._prefix.setdefault(request.request_id, [0])
-        for token in request.all_token_ids[len(prefix) - 1 : tokens]:
+    def _read(self, page: int, want: tuple[int, ...]) -> Any:
+        return self.gpu[page][: len(want)]
+
+    def _rows(self, name: str, index: int, tokens: int) -> tuple[int, ...]:
+        """What block `index` of a request holds once `tokens` of it are computed, row by row."""
+        prefix = self._prefix.setdefault(name, [0])
+        for token in self.device[name].tokens[len(prefix) - 1 : tokens]:
             prefix.append(hash((prefix[-1], token)))
-        return hash((index, prefix[min((index + 1) * BLOCK, tokens)]))
+        return tuple(prefix[index * BLOCK + 1 : min((index + 1) * BLOCK, tokens) + 1])
 
     def check_empty(self) -> None:
         """All GPU blocks are free, the workers know of no request."""
@@ -411,3 +464,8 @@ class Scene:
         assert not self.tables
         ledger = self.half._ledger
         assert ledger.pages == ledger.host_backed == 0
+
+
+def _hint_of(key: bytes) -> tuple[int, ...]:
+    """What the hint of the block of this key holds here."""
+    return (hash(("hint", key)),) * BLOCK

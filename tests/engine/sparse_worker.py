@@ -24,8 +24,11 @@ MAX_MODEL_LEN = 1000
 
 
 def engine_config(**changes: Any) -> Any:
-    """What a worker half reads of vLLM's configuration. indexers: the layers that have their own."""
+    """What a worker half reads of vLLM's configuration. indexers: the layers that have their own.
+    num_hidden_layers: of the model, if it says so; the others are a drafter's."""
     config = Scene._config(HOT_BLOCKS, 256, 1, SEQS, MAX_MODEL_LEN)
+    if changes.get("num_hidden_layers") is not None:
+        config.model_config.hf_text_config.num_hidden_layers = changes["num_hidden_layers"]
     indexers = changes.get("indexers", range(LAYERS))
     layers = {
         f"layers.{i}.attn": SimpleNamespace(

@@ -16,7 +16,7 @@ from tests.engine.sparse_vllm import new_request, tokens_of
 SEEDS = 24
 
 
-def scene_of(rng: random.Random, store: FakeStore, seed: int) -> Scene:
+def scene_of(rng: random.Random, store: FakeStore, seed: int, drafts: int = 0) -> Scene:
     client = FakeClient(store, rng.choice([4, 16]))
     return Scene(
         client,
@@ -27,6 +27,7 @@ def scene_of(rng: random.Random, store: FakeStore, seed: int) -> Scene:
         chunk=rng.choice([64, 100, 256]),
         overlap=rng.choice([1, 2]),
         late=rng.choice([0, 3]),
+        drafts=drafts,
         seqs=rng.choice([3, 8]),
         max_model_len=1600,
         seed=seed,
@@ -71,6 +72,20 @@ def test_one_engine(seed: int) -> None:
     scene = scene_of(rng, store, seed)
     scene.bad_copies = rng.choice([0.0, 0.05])
     for _ in range(rng.randint(1, 120)):
+        work(scene, rng)
+    scene.run(4000)
+    check_all_given_back(scene)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_rows_of_rejected_drafts_are_neither_saved_nor_released(drafts: int, seed: int) -> None:
+    """They stay on the GPU, where the next step overwrites them before they are read."""
+    rng = random.Random(seed)
+    store = FakeStore(rng.choice([60, 120, 300]), rng)
+    scene = scene_of(rng, store, seed, drafts)
+    scene.bad_copies = rng.choice([0.0, 0.05])
+    for _ in range(rng.randint(20, 120)):
         work(scene, rng)
     scene.run(4000)
     check_all_given_back(scene)

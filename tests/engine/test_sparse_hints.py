@@ -69,8 +69,9 @@ class Engine(Scene):
         super()._execute(scheduled)
         step = self.in_flight[-1]
         orders = replace(self.orders[-1], saves=[], loads=[])  # the scene's
-        self.worker.step(orders, **step.scheduled)
-        for name, (computed, tokens) in step.scheduled.items():
+        batch = {name: (self.device[name].computed - n, n) for name, n in step.scheduled.items()}
+        self.worker.step(orders, **batch)
+        for name, (computed, tokens) in batch.items():
             if tokens == 1 and self.worker.tables.slot(name) >= 0:
                 for layer in range(LAYERS):
                     self.worker.swap_in(layer, [layer, 70 + layer, 300 + computed % 7])

@@ -426,6 +426,15 @@ def _numbered(attachment: Attachment, epoch: int) -> Attachment:
 # The runner
 
 
+@pytest.mark.parametrize(("own", "before"), [(None, LAYERS), (LAYERS, LAYERS), (LAYERS - 1, LAYERS - 1)])
+def test_a_drafters_layers_are_those_past_the_models(
+    make: Callable[..., Worker], own: int | None, before: int
+) -> None:
+    worker = make(num_hidden_layers=own)
+    assert worker.runtime._model_layers == before
+    assert len(worker.runtime.layers) == LAYERS
+
+
 @pytest.mark.parametrize("step", [{"forward_context": 1}, {"request_ids": ["a"]}, {"scheduler_output": 1}])
 def test_a_runner_that_does_not_tell_its_batch_is_refused(worker: Worker, step: dict[str, Any]) -> None:
     with pytest.raises(
