@@ -35,7 +35,6 @@ def test_two_ranks_fill_and_read_one_block(
     model: str, args: dict[str, Any], copies: int, gpu_engine: Engine, store: StoreProcess, request: Any
 ) -> None:
     """copies: how many ranks' bytes one block holds."""
-    _require_two()
     path: Path = request.getfixturevalue(model)
     args = args | {"tensor_parallel_size": 2, "enforce_eager": True, "disable_log_stats": False}
     with gpu_engine(path, store.endpoint, **args) as llm:
@@ -66,7 +65,6 @@ def test_sparse_logits_are_as_near_to_stock_as_stock_is_to_itself(
     tiny_dsa: Path, gpu_engine: Engine, start_store: Callable[..., StoreProcess]
 ) -> None:
     """With each rank fetching for itself, and with each fetching its share."""
-    _require_two()
     args = arguments_of("fp8-full") | {"tensor_parallel_size": 2, "disable_log_stats": False}
     stock = []
     with gpu_engine(tiny_dsa, **args) as llm:
@@ -104,11 +102,14 @@ def test_sparse_logits_are_as_near_to_stock_as_stock_is_to_itself(
     assert all(result.alike for result in results.values())
 
 
-def _require_two() -> None:
+@pytest.fixture(autouse=True)
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
+    # Earlier tests may have used the device in this process.
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
 def pinned(llm: Any) -> None:
