@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,6 +82,24 @@ def test_any_bytes_are_a_hint_or_none(header: bytes, rest: bytes) -> None:
         assert 4 * 2 * found.shape[1] <= len(rest)
         assert found.shape[1] <= 16
         assert ((found >= -1) & (found < 640)).all()
+
+
+class _Rewritten(np.ndarray):  # type: ignore[type-arg]
+    """A slot that another process writes to whenever its positions have been looked at."""
+
+    memory: np.ndarray  # type: ignore[type-arg]
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        found = getattr(ufunc, method)(*map(np.asarray, inputs), **options)
+        _Rewritten.memory[HEADER.size :] = 0x7F
+        return found
+
+
+def test_positions_are_checked_after_they_have_left_the_slot() -> None:
+    memory = _Rewritten.memory = np.zeros(4096, np.uint8)
+    write_hint(memory, np.full((3, 8), 5, np.int32), BLOCK)
+    found = read_hint(memory.view(_Rewritten), 3, BLOCK, 100, 4)
+    assert np.asarray(found).tolist() == [[5] * 4] * 3
 
 
 @pytest.mark.parametrize(
