@@ -309,3 +309,35 @@ def test_a_batch_of_the_same_numbers_is_another_batch(metadata_of: Any) -> None:
     second = metadata_of(common)
     assert metadata_of.cls._built[1] is second
     assert second.seq_lens.tolist() == (first.seq_lens + 64).tolist()
+
+
+def test_vllm_makes_lengths_once_for_all_groups_of_a_batch_and_anew_for_the_next(backends: Any) -> None:
+    """Also where the next batch is as large, in the same buffers: what is built for one never serves two."""
+    from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+
+    given: list[Any] = []
+    group = SimpleNamespace(
+        kv_cache_spec=None,
+        layer_names=["a layer"],
+        get_metadata_builder=lambda ubatch: SimpleNamespace(supports_update_block_table=False),
+        build_metadata=lambda common, ubatch: given.append(common),
+    )
+    starts, lengths = torch.arange(5, dtype=torch.int32), torch.full((4,), 100, dtype=torch.int32)
+    tables = torch.zeros(2, 4, 4, dtype=torch.int32)
+    for _ in range(2):
+        build_attn_metadata(
+            attn_groups=[[group], [group]],
+            num_reqs=4,
+            num_tokens=4,
+            query_start_loc_gpu=starts,
+            query_start_loc_cpu=starts,
+            max_query_len=1,
+            seq_lens=lengths,
+            max_seq_len=100,
+            block_tables=[tables[0], tables[1]],
+            slot_mappings=torch.zeros(2, 4, dtype=torch.int64),
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[None, None]),
+        )
+    assert backends._is_same_batch(given[0], given[1])
+    assert backends._is_same_batch(given[2], given[3])
+    assert not backends._is_same_batch(given[1], given[2])
