@@ -155,6 +155,22 @@ def test_a_session_that_is_over_already_changes_nothing(worker: Worker, store: A
     assert worker.registrar.calls == len(SEGMENTS)
 
 
+def test_what_could_not_be_pinned_is_tried_again_by_the_next_session(
+    worker: Worker, store: ArenaFiles
+) -> None:
+    worker.registrar.errors = {len(SEGMENTS): 2}
+    first = worker.arenas.map(store.attach())
+    refused = worker.pinnings.of(first)
+    until(lambda: refused.error is not None)
+    assert refused.error is not None
+    assert "tried again whenever the engine attaches" in refused.error
+    assert worker.registrar.registered == {}
+    worker.arenas.leave(first)
+    second = worker.attach(store)
+    assert len(worker.registrar.registered) == len(SEGMENTS)
+    worker.arenas.leave(second)
+
+
 def test_close_gives_all_up(worker: Worker, store: ArenaFiles) -> None:
     worker.arenas.leave(worker.attach(store))
     worker.arenas.close()

@@ -267,7 +267,7 @@ def failure(error: int, size: int, done: int, total: int, memlock: int | None) -
     return (
         f"pinning the arena failed at {_gib(done):.1f} of {_gib(total):.1f} GiB: cudaHostRegister of "
         f"{_gib(size):.2f} GiB returned {error_name(error)}; RLIMIT_MEMLOCK is {limit}. Blocks are neither "
-        f"saved nor loaded until the engine is started anew: {remedy}"
+        f"saved nor loaded until it succeeds, which is tried again whenever the engine attaches: {remedy}"
     )
 
 
