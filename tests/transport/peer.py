@@ -27,8 +27,13 @@ from kvsieve_store.transport.exports import Exports
 from kvsieve_store.transport.memory import Memory
 from kvsieve_store.transport.shm import boot_id
 from kvsieve_store.transport.tcp import TcpListener
+from kvsieve_store.transport.ucx.engine import Engine
+from kvsieve_store.transport.ucx.listener import UcxListener
 
 BLOCK = 64 << 10
+
+LOOPBACK = {"NET_DEVICES": "lo"}
+"""Settings of UCX: it stays on this host."""
 
 
 def pattern(size: int) -> np.ndarray:
@@ -65,6 +70,11 @@ class Peer:
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
+    def kill(self) -> None:
+        """kill -9, and wait for the end."""
+        self.process.kill()
+        self.process.wait()
+
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
@@ -74,7 +84,7 @@ class Peer:
             pipe.close()
 
 
-def main(size: int, *arguments: str) -> None:
+def main(size: int, tls: str = "") -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "memory"
         path.write_bytes(pattern(size).tobytes())
@@ -84,7 +94,14 @@ def main(size: int, *arguments: str) -> None:
         listener = TcpListener(exports, TcpAddress("127.0.0.1", 0))
         there = os.stat(path)
         segment = Segment(path=str(path), size=size, device=there.st_dev, inode=there.st_ino)
-        description = Description(tcp=listener.address.host_port, host=boot_id(), segments=(segment,))
+        engine = Engine(tls, LOOPBACK) if tls else None
+        ucx = UcxListener(engine, exports, send_seconds=2.0) if engine else None
+        description = Description(
+            tcp=listener.address.host_port,
+            host=boot_id(),
+            segments=(segment,),
+            ucx=ucx.description if ucx else None,
+        )
         token = exports.open(np.arange(0, size, BLOCK, dtype=np.uint64), BLOCK)
         said = {"description": description.pack().decode(), "token": base64.b64encode(token).decode()}
         print(json.dumps(said), flush=True)
@@ -92,8 +109,12 @@ def main(size: int, *arguments: str) -> None:
             if line == "close\n":
                 exports.close(token, lambda: print("drained", flush=True))
             elif line == "links\n":
-                print(listener.links, flush=True)
+                print(listener.links + (ucx.links if ucx else 0), flush=True)
         listener.close()
+        if ucx and engine:
+            ucx.close()
+            engine.close()
+        print("ended", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,26 +5,19 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from kvsieve_store.errors import InvalidRequestError, LinkError, NotFoundError
 from kvsieve_store.transport.base import Link
-from kvsieve_store.transport.memory import Memory
-from tests.transport.conftest import SECONDS, descriptors, private, soon
+from tests.transport.conftest import LINKS, SECONDS, LinkTo, StartPeer, descriptors, private, soon
 from tests.transport.peer import BLOCK, Peer, pattern
 
 SIZE = 16 << 20
 BLOCKS = SIZE // BLOCK
 
-TRANSPORTS = ["tcp", "shm"]
-
-Start = Callable[..., Peer]
-LinkTo = Callable[[Peer, Memory, str], Link]
-
-pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
+pytestmark = pytest.mark.parametrize("transport", LINKS)
 
 
 def whole(blocks: list[int] | np.ndarray) -> np.ndarray:
@@ -46,18 +39,20 @@ def read_until_it_breaks(link: Link, peer: Peer, seconds: float = SECONDS) -> No
     pytest.fail("the link does not break")
 
 
-def test_all_blocks_in_another_order(start_peer: Start, link_to: LinkTo, transport: str) -> None:
-    peer = start_peer(SIZE)
+def test_all_blocks_in_another_order(start_peer: StartPeer, link_to: LinkTo, transport: str) -> None:
+    peer = start_peer(SIZE, transport)
     memory, buffer = private(SIZE)
     order = np.random.default_rng(1).permutation(BLOCKS)
     link = link_to(peer, memory, transport)
     link.read(peer.token, whole(order), places(BLOCKS), soon())
-    assert link.transport == transport
+    assert link.transport == transport.partition("-")[0]
     assert (buffer.reshape(BLOCKS, BLOCK) == pattern(SIZE).reshape(BLOCKS, BLOCK)[order]).all()
 
 
-def test_scattered_ranges_and_nothing_beside_them(start_peer: Start, link_to: LinkTo, transport: str) -> None:
-    peer, rng = start_peer(SIZE), np.random.default_rng(2)
+def test_scattered_ranges_and_nothing_beside_them(
+    start_peer: StartPeer, link_to: LinkTo, transport: str
+) -> None:
+    peer, rng = start_peer(SIZE, transport), np.random.default_rng(2)
     memory, buffer = private(SIZE)
     count = 3000
     length = rng.integers(1, 700, count)
@@ -71,8 +66,10 @@ def test_scattered_ranges_and_nothing_beside_them(start_peer: Start, link_to: Li
     assert (buffer == expected).all()
 
 
-def test_nothing_is_asked_of_a_peer_for_nothing(start_peer: Start, link_to: LinkTo, transport: str) -> None:
-    peer = start_peer(SIZE)
+def test_nothing_is_asked_of_a_peer_for_nothing(
+    start_peer: StartPeer, link_to: LinkTo, transport: str
+) -> None:
+    peer = start_peer(SIZE, transport)
     link_to(peer, private(10)[0], transport).read(peer.token, whole([]), places(0), soon())
 
 
@@ -80,9 +77,9 @@ def test_nothing_is_asked_of_a_peer_for_nothing(start_peer: Start, link_to: Link
     "bad", [[BLOCKS, 0, 1], [0, BLOCK, 1], [0, 1, BLOCK], [2**64 - 1, 0, 1], [0, 2**64 - 1, 2], [0, 5, 0]]
 )
 def test_a_range_outside_is_refused_and_the_link_goes_on(
-    start_peer: Start, link_to: LinkTo, transport: str, bad: list[int]
+    start_peer: StartPeer, link_to: LinkTo, transport: str, bad: list[int]
 ) -> None:
-    peer = start_peer(SIZE)
+    peer = start_peer(SIZE, transport)
     memory, buffer = private(SIZE)
     link = link_to(peer, memory, transport)
     ranges = np.concatenate([whole(range(BLOCKS - 1)), np.array([bad], np.uint64)])
@@ -92,8 +89,8 @@ def test_a_range_outside_is_refused_and_the_link_goes_on(
     assert (buffer[:BLOCK] == pattern(SIZE)[3 * BLOCK : 4 * BLOCK]).all()
 
 
-def test_without_a_good_token_nothing_is_read(start_peer: Start, link_to: LinkTo, transport: str) -> None:
-    peer = start_peer(SIZE)
+def test_without_a_good_token_nothing_is_read(start_peer: StartPeer, link_to: LinkTo, transport: str) -> None:
+    peer = start_peer(SIZE, transport)
     memory, buffer = private(SIZE)
     link = link_to(peer, memory, transport)
     with pytest.raises(NotFoundError, match="token"):
@@ -106,39 +103,43 @@ def test_without_a_good_token_nothing_is_read(start_peer: Start, link_to: LinkTo
         link.read(peer.token, whole([1]), places(1), soon())
 
 
-def test_a_peer_that_is_gone(start_peer: Start, link_to: LinkTo, transport: str) -> None:
-    peer = start_peer(SIZE)
+def test_a_peer_that_is_gone(start_peer: StartPeer, link_to: LinkTo, transport: str) -> None:
+    peer = start_peer(SIZE, transport)
     memory, _ = private(SIZE)
     link = link_to(peer, memory, transport)
     link.read(peer.token, whole([0]), places(1), soon())
-    peer.signal(signal.SIGKILL)
-    peer.process.wait()
+    peer.kill()
     read_until_it_breaks(link, peer)
     with pytest.raises(LinkError):
         link.read(peer.token, whole([0]), places(1), soon())
 
 
-def test_a_peer_that_is_killed_while_it_sends(start_peer: Start, link_to: LinkTo, transport: str) -> None:
+def test_a_peer_that_is_killed_while_it_sends(start_peer: StartPeer, link_to: LinkTo, transport: str) -> None:
+    if transport in ("ucx-posix", "ucx-sysv"):
+        pytest.skip(
+            "over shared memory UCX is not good for a new link after a death; so it is off by default"
+        )
     memory, _ = private(SIZE)
-    before = None
-    for turn in range(6):
-        peer = start_peer(SIZE)
+    before = 0
+    for turn in range(5):
+        peer = start_peer(SIZE, transport)
         link = link_to(peer, memory, transport)
         link.read(peer.token, whole([0]), places(1), soon())
-        killer = threading.Timer(0.003 * turn, peer.signal, [signal.SIGKILL])
+        killer = threading.Timer(0.003 * turn, peer.kill)
         killer.start()
         read_until_it_breaks(link, peer)
         killer.join()
         link.close()
         peer.close()
-        before = before or descriptors()
+        if turn == 1:  # once all is there that stays
+            before = descriptors()
     assert descriptors() <= before
 
 
 def test_a_peer_that_is_stopped_is_given_up_at_the_deadline(
-    start_peer: Start, link_to: LinkTo, transport: str
+    start_peer: StartPeer, link_to: LinkTo, transport: str
 ) -> None:
-    peer = start_peer(SIZE)
+    peer = start_peer(SIZE, transport)
     memory, buffer = private(SIZE)
     link = link_to(peer, memory, transport)
     link.read(peer.token, whole([0]), places(1), soon())
@@ -156,8 +157,8 @@ def test_a_peer_that_is_stopped_is_given_up_at_the_deadline(
     assert (buffer[:BLOCK] == pattern(SIZE)[5 * BLOCK : 6 * BLOCK]).all()
 
 
-def test_close_ends_a_read(start_peer: Start, link_to: LinkTo, transport: str) -> None:
-    peer = start_peer(SIZE)
+def test_close_ends_a_read(start_peer: StartPeer, link_to: LinkTo, transport: str) -> None:
+    peer = start_peer(SIZE, transport)
     memory, buffer = private(SIZE)
     link = link_to(peer, memory, transport)
     failed: list[BaseException] = []
@@ -182,8 +183,10 @@ def test_close_ends_a_read(start_peer: Start, link_to: LinkTo, transport: str) -
     link.close()
 
 
-def test_a_peer_whose_reader_dies_serves_the_next(start_peer: Start, link_to: LinkTo, transport: str) -> None:
-    peer = start_peer(SIZE)
+def test_a_peer_whose_reader_dies_serves_the_next(
+    start_peer: StartPeer, link_to: LinkTo, transport: str
+) -> None:
+    peer = start_peer(SIZE, transport)
     memory, buffer = private(SIZE)
     for _ in range(20):
         link = link_to(peer, memory, transport)

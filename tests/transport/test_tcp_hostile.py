@@ -208,7 +208,7 @@ class TestHostileListener:
     def test_locations_without_end(self, serve: Callable[[bytes], TcpAddress]) -> None:
         address = serve(Head(Kind.LOCATE, Status.OK, 1, 2**62).pack())
         with TcpLink(address, private(8)[0], soon()) as link, pytest.raises(LinkError):
-            link.ask(Kind.LOCATE, bytes(16), soon())
+            link.locate(bytes(16), np.ones((1, 3), np.uint64), soon())
 
 
 def test_nobody_listens(unused_port: int) -> None:

@@ -67,7 +67,7 @@ def test_a_request_is_read_or_refused(head: Head, body: bytes) -> None:
     except InvalidRequestError:
         return
     assert request.body() == body
-    assert (len(request.ranges) > 0) == (request.kind is Kind.READ)
+    assert (len(request.ranges) > 0) == (request.kind in (Kind.READ, Kind.LOCATE))
 
 
 @pytest.mark.parametrize("count", [0, wire.MAX_RANGES + 1])
@@ -98,20 +98,6 @@ def test_a_long_refusal_is_cut(text: str) -> None:
     head, body = wire.refusal(Head(Kind.READ, Status.OK, 7, 40), KVSieveError(text))
     assert head.size == len(body) <= wire.MAX_TEXT_BYTES
     wire.refused(head.status, body)
-
-
-@given(words, st.lists(words, max_size=50))
-def test_locations_come_back(block_bytes: int, offsets: list[int]) -> None:
-    size, found = wire.parse_locations(wire.locations(block_bytes, np.array(offsets, np.uint64)))
-    assert (size, found.tolist()) == (block_bytes, offsets)
-
-
-@given(st.binary(max_size=40))
-def test_what_is_no_list_of_locations_gets_an_error(body: bytes) -> None:
-    try:
-        wire.parse_locations(body)
-    except InvalidRequestError:
-        assert len(body) < 8 or len(body) % 8
 
 
 @given(st.one_of(st.binary(max_size=100), st.text(max_size=100).map(str.encode)))

@@ -3,12 +3,18 @@ else."""
 
 from __future__ import annotations
 
-from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, ValidationError
+import base64
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvsieve_store.addresses import TcpAddress, parse_address
 from kvsieve_store.errors import InvalidRequestError
 
 MAX_DESCRIPTION_BYTES = 1 << 20
+
+Word = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
 class Segment(BaseModel):
@@ -24,15 +30,29 @@ class Segment(BaseModel):
 
 
 class Ucx(BaseModel):
-    """How UCX reaches the store: the address of its worker, and per segment a remote key and its address
-    there."""
+    """How UCX reaches the store.
+
+    worker: address of its worker. keys: a remote key per segment of its memory, or none: it is not to be read
+    one-sided. bases: address of each segment in the store's process. sizes: bytes of each.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     worker: Base64Bytes
     keys: tuple[Base64Bytes, ...]
-    bases: tuple[int, ...]
-    sizes: tuple[int, ...]
+    bases: tuple[Word, ...]
+    sizes: tuple[Word, ...]
+
+    @model_validator(mode="after")
+    def _check(self) -> Ucx:
+        if len(self.bases) != len(self.sizes) or len(self.keys) not in (0, len(self.sizes)):
+            raise ValueError("keys, bases, sizes: as many of each required")
+        return self
+
+    @staticmethod
+    def of(worker: bytes, keys: Sequence[bytes], bases: Sequence[int], sizes: Sequence[int]) -> Ucx:
+        encoded = tuple(base64.b64encode(key) for key in keys)
+        return Ucx(worker=base64.b64encode(worker), keys=encoded, bases=tuple(bases), sizes=tuple(sizes))
 
 
 class Description(BaseModel):

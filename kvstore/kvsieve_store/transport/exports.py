@@ -14,6 +14,8 @@ from kvsieve_store.errors import CapacityError, InvalidRequestError, NotFoundErr
 from kvsieve_store.transport import wire
 from kvsieve_store.transport.memory import Memory, U64Array
 
+_NOTHING = np.zeros(0, np.uint64)
+
 
 @dataclass(eq=False, slots=True)
 class Export:
@@ -52,6 +54,16 @@ class Export:
         if (asked := sum(length.tolist())) > wire.MAX_READ_BYTES:
             raise InvalidRequestError(f"ranges: {asked} bytes given, at most {wire.MAX_READ_BYTES} allowed")
         return self.offsets[block.astype(np.intp)] + at, length
+
+    def answer(self, request: wire.Request) -> tuple[bytes, U64Array, U64Array]:
+        """The body of the reply: these bytes, or the memory's ranges at these offsets, of these lengths.
+        Raises as ranges()."""
+        if request.kind is wire.Kind.CONFIRM:
+            return b"", _NOTHING, _NOTHING
+        offsets, lengths = self.ranges(request.ranges)
+        if request.kind is wire.Kind.LOCATE:
+            return offsets.astype("<u8").tobytes(), _NOTHING, _NOTHING
+        return b"", offsets, lengths
 
 
 class Exports:

@@ -14,12 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsieve_store.errors import LinkError
-from kvsieve_store.transport.base import Link, chunks, seconds_left
+from kvsieve_store.transport.base import Link, chunks
 from kvsieve_store.transport.description import Segment
-from kvsieve_store.transport.exports import Export
 from kvsieve_store.transport.memory import Memory, U64Array
 from kvsieve_store.transport.tcp import TcpLink
-from kvsieve_store.transport.wire import Kind, parse_locations
+from kvsieve_store.transport.wire import MAX_READ_BYTES
 
 
 class ShmLink(Link):
@@ -36,21 +35,18 @@ class ShmLink(Link):
         self._closed = False
 
     def read(self, token: bytes, ranges: U64Array, into: U64Array, deadline: float) -> None:
-        work = chunks(self.memory, ranges, into)
+        work = chunks(self.memory, ranges, into, MAX_READ_BYTES)
         with self._reading:
             if self._closed:
                 raise LinkError("the link is closed")
-            block_bytes, offsets = parse_locations(self._control.ask(Kind.LOCATE, token, deadline))
-            export = Export(offsets, block_bytes)
             for part, places in work:
-                seconds_left(deadline)
-                if self._closed:
-                    raise LinkError("the link is closed")
-                sources = self._peer.slices(*export.ranges(part))
+                sources = self._peer.slices(self._control.locate(token, part, deadline), part[:, 2])
                 for source, target in zip(sources, self.memory.slices(places, part[:, 2]), strict=True):
+                    if self._closed:
+                        raise LinkError("the link is closed")
                     # copyto() releases the GIL, a memoryview does not.
                     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-            self._control.ask(Kind.CONFIRM, token, deadline)
+            self._control.confirm(token, deadline)
 
     def close(self) -> None:
         self._closed = True

@@ -143,12 +143,8 @@ class TcpListener:
         try:
             request = Request.of(head, memoryview(body))
             with self._exports.reading(request.token) as export:
-                if request.kind is Kind.READ:
-                    views = self._exports.memory.slices(*export.ranges(request.ranges))
-                elif request.kind is Kind.LOCATE:
-                    views = [memoryview(wire.locations(export.block_bytes, export.offsets))]
-                else:
-                    views = []
+                text, offsets, lengths = export.answer(request)
+                views = self._exports.memory.slices(offsets, lengths) if len(offsets) else [memoryview(text)]
                 self._reply(sock, Head(head.kind, Status.OK, head.id, total(views)), views)
         except LinkError:
             raise
@@ -188,14 +184,15 @@ class TcpLink(Link):
         with self._exclusive(deadline):
             self._read(token, work, deadline)
 
-    def ask(self, kind: Kind, token: bytes, deadline: float) -> bytes:
-        """The body of the reply to a LOCATE or CONFIRM. Raises as read()."""
-        with self._exclusive(deadline):
-            sent = self._request(kind, token, _NO_RANGES, deadline)
-            head = self._receive_head(sent, deadline)
-            if head.size > 8 + 8 * wire.MAX_BLOCKS:
-                raise LinkError(f"the peer answers with {head.size} bytes")
-            return self._receive_body(head, deadline)
+    def locate(self, token: bytes, ranges: U64Array, deadline: float) -> U64Array:
+        """Where each range is in the peer's memory, [n] uint64, unchecked. At most MAX_RANGES. Raises as
+        read()."""
+        found = self._ask(Kind.LOCATE, token, ranges, 8 * len(ranges), deadline)
+        return np.frombuffer(found, "<u8").astype(np.uint64, copy=False)
+
+    def confirm(self, token: bytes, deadline: float) -> None:
+        """Raises NotFoundError when the export is over: what was located may be something else now."""
+        self._ask(Kind.CONFIRM, token, _NO_RANGES, 0, deadline)
 
     def close(self) -> None:
         self._closed = True
@@ -220,6 +217,13 @@ class TcpLink(Link):
             raise
         finally:
             self._reading.release()
+
+    def _ask(self, kind: Kind, token: bytes, ranges: U64Array, size: int, deadline: float) -> bytes:
+        with self._exclusive(deadline):
+            head = self._receive_head(self._request(kind, token, ranges, deadline), deadline)
+            if head.size != size:
+                raise LinkError(f"the peer answers with {head.size} bytes, {size} asked for")
+            return self._receive_body(head, deadline)
 
     def _read(self, token: bytes, work: Chunks, deadline: float) -> None:
         pending: deque[tuple[Head, U64Array, U64Array]] = deque()

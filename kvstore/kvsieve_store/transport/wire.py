@@ -5,10 +5,13 @@
     reply   = head, body
 
 A block is named by its place in the export that the token stands for, never by an address. READ is answered
-with the ranges' bytes end to end, LOCATE with u64 bytes of a block and then u64 per block of the export, its
-offset in the memory of the store; CONFIRM with nothing: the export is still there. A reply of another status
-than OK has a text for its body. The magic has the version in it: a peer of another version is refused by its
-first frame.
+with the ranges' bytes end to end, LOCATE with u64 per range, its offset in the memory of the store; CONFIRM
+has no ranges and is answered with nothing: the export is still there. A reply of another status than OK has a
+text for its body. The magic has the version in it: a peer of another version is refused by its first frame.
+
+In an active message the head is the header, followed by u64 link: which link of the store a request comes by,
+0 in a reply. HELLO, on UCX only, makes the link: its body is a token and the address of the asking worker,
+and is answered with u64 link.
 """
 
 from __future__ import annotations
@@ -38,6 +41,9 @@ MAX_TEXT_BYTES = 1024
 MAX_BLOCKS = 1 << 20
 """Of one export."""
 
+MAX_ADDRESS_BYTES = 8192
+"""Of a UCX worker."""
+
 MAX_REQUEST_BYTES = TOKEN_BYTES + MAX_RANGES * RANGE_BYTES
 
 U64Array = NDArray[np.uint64]
@@ -52,6 +58,7 @@ class Kind(IntEnum):
     READ = 1
     LOCATE = 2
     CONFIRM = 3
+    HELLO = 4
 
 
 class Status(IntEnum):
@@ -99,7 +106,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a peer asks. ranges: [n, 3] uint64: block, offset in it, length; none but for READ."""
+    """What a peer asks. ranges: [n, 3] uint64: block, offset in it, length; none for CONFIRM."""
 
     kind: Kind
     token: bytes
@@ -115,7 +122,7 @@ class Request:
         if len(body) != head.size:
             raise InvalidRequestError(f"body: {len(body)} bytes given, {head.size} announced")
         ranges = np.frombuffer(body, "<u8", offset=TOKEN_BYTES).reshape(-1, 3)
-        if (head.kind is Kind.READ) != bool(len(ranges)):
+        if head.kind is Kind.HELLO or (head.kind is Kind.CONFIRM) == bool(len(ranges)):
             raise InvalidRequestError(f"ranges: {len(ranges)} given for {head.kind.name}")
         return Request(head.kind, bytes(body[:TOKEN_BYTES]), ranges)
 
@@ -140,16 +147,3 @@ def refusal(head: Head, error: KVSieveError) -> tuple[Head, bytes]:
 def refused(status: Status, text: bytes) -> KVSieveError:
     """The error that a refusal stands for."""
     return _ERRORS.get(status, LinkError)(f"the peer says: {text.decode('utf-8', 'replace')}")
-
-
-def locations(block_bytes: int, offsets: U64Array) -> bytes:
-    """The body of the reply to LOCATE."""
-    return struct.pack("<Q", block_bytes) + offsets.astype("<u8", copy=False).tobytes()
-
-
-def parse_locations(body: bytes | memoryview) -> tuple[int, U64Array]:
-    """Bytes of a block, and the offset of each. Raises InvalidRequestError."""
-    if len(body) < 8 or len(body) % 8 or len(body) > 8 + 8 * MAX_BLOCKS:
-        raise InvalidRequestError(f"locations: body of {len(body)} bytes given")
-    words: U64Array = np.frombuffer(body, "<u8").astype(np.uint64, copy=False)
-    return int(words[0]), words[1:]
