@@ -13,6 +13,7 @@ from kvsieve_store.client.handles import (
     SealResult,
     SlotRef,
 )
+from kvsieve_store.client.remote import RemoteBlocks
 from kvsieve_store.client.store_client import StoreClient
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Held",
     "Match",
     "Pulled",
+    "RemoteBlocks",
     "SealEntry",
     "SealResult",
     "SlotRef",

@@ -158,8 +158,8 @@ class AsyncStoreClient:
 
         source: control address of the other store. parent: key of the block before the first; empty for the
         first of a chain. seconds: the longest that it may take; what has come by then stays.
-        Raises InvalidRequestError, CapacityError (too many pulls), UnavailableError (nothing came; the store's or
-        the peer's reason).
+        Raises InvalidRequestError, CapacityError (too many pulls), UnavailableError (nothing came; with the
+        reason).
         """
         return await self._live().pull(source, join_keys(keys), parent, seconds)
 

@@ -27,12 +27,12 @@ from kvsieve_store.transport.wire import HEAD_BYTES, Head, Kind, Request, Status
 
 _log = logging.getLogger(__name__)
 
-_WINDOW = 2
-"""Requests on their way at a time."""
+_AHEAD_BYTES = 32 << 10
+"""Of requests that are on their way."""
 
 MAX_LINKS = 256
 FRAME_SECONDS = 5.0
-"""From the first byte of a frame to its last, and until the first frame of a connection."""
+"""From the head of a frame to its end, and until the first head of a connection."""
 
 IDLE_SECONDS = 300.0
 SEND_SECONDS = 30.0
@@ -129,17 +129,14 @@ class TcpListener:
         """One request. False when the peer has closed, LinkError or InvalidRequestError when the connection
         is of no more use: what follows a broken frame has no meaning."""
         raw = bytearray(HEAD_BYTES)
-        first = memoryview(raw)[:1]
         try:
-            sockets.receive(sock, [first], time.monotonic() + idle)
+            sockets.receive(sock, [memoryview(raw)], time.monotonic() + idle)
         except LinkError:
             return False
-        frame_ends = time.monotonic() + FRAME_SECONDS
-        sockets.receive(sock, [memoryview(raw)[1:]], frame_ends)
         head = Head.of(raw)
         wire.check_request_size(head)
         body = bytearray(head.size)
-        sockets.receive(sock, [memoryview(body)], frame_ends)
+        sockets.receive(sock, [memoryview(body)], time.monotonic() + FRAME_SECONDS)
         try:
             request = Request.of(head, memoryview(body))
             with self._exports.reading(request.token) as export:
@@ -220,40 +217,50 @@ class TcpLink(Link):
 
     def _ask(self, kind: Kind, token: bytes, ranges: U64Array, size: int, deadline: float) -> bytes:
         with self._exclusive(deadline):
-            head = self._receive_head(self._request(kind, token, ranges, deadline), deadline)
+            sent, request = self._frame(kind, token, ranges)
+            sockets.send(self._socket, [memoryview(sent.pack()), memoryview(request)], deadline)
+            head = self._receive_head(sent, deadline)
             if head.size != size:
                 raise LinkError(f"the peer answers with {head.size} bytes, {size} asked for")
             return self._receive_body(head, deadline)
 
     def _read(self, token: bytes, work: Chunks, deadline: float) -> None:
-        pending: deque[tuple[Head, U64Array, U64Array]] = deque()
+        """Requests go ahead of the replies, as many as a socket's buffer surely has room for: the peer is
+        never without one, and between two replies there is nothing to do here."""
+        pending: deque[tuple[Head, list[memoryview]]] = deque()
+        ahead = 0
         refused: KVSieveError | None = None
         while True:
-            while refused is None and len(pending) < _WINDOW and (chunk := next(work, None)) is not None:
-                ranges, into = chunk
-                pending.append((self._request(Kind.READ, token, ranges, deadline), into, ranges[:, 2]))
+            if refused is None and ahead < _AHEAD_BYTES // 2:
+                frames = []
+                for ranges, into in work:
+                    head, body = self._frame(Kind.READ, token, ranges)
+                    pending.append((head, self.memory.slices(into, ranges[:, 2])))
+                    frames += [memoryview(head.pack()), memoryview(body)]
+                    ahead += head.size
+                    if ahead > _AHEAD_BYTES:
+                        break
+                sockets.send(self._socket, frames, deadline)
             if not pending:
                 break
-            sent, into, lengths = pending.popleft()
+            sent, views = pending.popleft()
+            ahead -= sent.size
             try:
-                head = self._receive_head(sent, deadline)
-                views = self.memory.slices(into, lengths)
-                if head.size != total(views):
-                    raise LinkError(f"the peer answers with {head.size} bytes, {total(views)} asked for")
+                reply = self._receive_head(sent, deadline)
+                if reply.size != (size := total(views)):
+                    raise LinkError(f"the peer answers with {reply.size} bytes, {size} asked for")
                 sockets.receive(self._socket, views, deadline)
             except LinkError:
                 raise
             except KVSieveError as error:
-                refused = refused or error  # of what was asked, nothing is left on the wire
+                refused = refused or error  # of this request, nothing is left on the wire
         if refused is not None:
             raise refused
 
-    def _request(self, kind: Kind, token: bytes, ranges: U64Array, deadline: float) -> Head:
+    def _frame(self, kind: Kind, token: bytes, ranges: U64Array) -> tuple[Head, bytes]:
         body = Request(kind, token, ranges).body()
         self._last_id += 1
-        head = Head(kind, Status.OK, self._last_id, len(body))
-        sockets.send(self._socket, [memoryview(head.pack()), memoryview(body)], deadline)
-        return head
+        return Head(kind, Status.OK, self._last_id, len(body)), body
 
     def _receive_head(self, sent: Head, deadline: float) -> Head:
         """The head of the reply to `sent`. Raises what a refusal stands for."""

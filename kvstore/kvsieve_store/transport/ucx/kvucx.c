@@ -18,7 +18,7 @@
 
 enum { AM_REQUEST = 1, AM_REPLY = 2 };
 enum { EV_DONE = 1, EV_REQUEST = 2, EV_FAILED = 3, EV_CLOSED = 4 };
-enum { HEADER_BYTES = 32, TEXT_BYTES = 1024, MAX_WAITING = 1024, SPINS = 400, ROUNDS = 256 };
+enum { HEADER_BYTES = 32, TEXT_BYTES = 1024, MAX_WAITING = 1024, SPINS = 100, ROUNDS = 256 };
 
 /* What Python sees. ptr, size: the request's header and body, or the refusal's text; good until the next kv_run().
  * id: of the operation; for EV_FAILED and EV_CLOSED the kv_ep. status: a ucs_status_t. refused: the reply's status. */
