@@ -20,11 +20,13 @@ import pytest
 
 from kvsieve_store.errors import LinkError
 from kvsieve_store.transport import wire
+from kvsieve_store.transport.connect import connect
 from kvsieve_store.transport.description import Description
+from kvsieve_store.transport.ucx import engine as engines_module
 from kvsieve_store.transport.ucx.engine import Endpoint, Engine, Outcome
 from kvsieve_store.transport.wire import Kind, Request, Status
 from tests.transport.conftest import LinkTo, StartPeer, needs_ucx, private, soon
-from tests.transport.peer import BLOCK, Peer, pattern
+from tests.transport.peer import BLOCK, LOOPBACK, Peer, pattern
 
 SIZE = 4 << 20
 
@@ -35,6 +37,7 @@ Engines = Callable[[str], Engine]
 _READER = """
 import base64, sys
 import numpy as np
+from kvsieve_store.transport.connect import connect
 from kvsieve_store.transport.connect import connect
 from kvsieve_store.transport.description import Description
 from kvsieve_store.transport.ucx.engine import Engine
@@ -202,3 +205,29 @@ def test_an_engine_that_is_closed_ends_its_reads(
         time.sleep(0.01)
     engine.close()
     assert isinstance(failed.exception(20), LinkError)
+
+
+def test_a_worker_that_ucx_can_not_finish_is_taken_down(
+    start_peer: StartPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A dead process that its parent has not waited for: UCX's shared memory takes it for alive.
+    monkeypatch.setattr(engines_module, "LET_GO_SECONDS", 0.3)
+    for turn in range(3):
+        peer, engine = start_peer(16 << 20, "ucx-posix"), Engine("posix,cma", LOOPBACK)
+        memory, buffer = private(16 << 20)
+        link = connect(peer.description, peer.token, memory, soon(), engine=engine, transports=["ucx"])
+        ranges = np.array([[block, 0, BLOCK] for block in range(256)], np.uint64)
+        killer = threading.Timer(0.004 * turn, peer.process.kill)
+        killer.start()
+        broke = False
+        while not broke:
+            try:
+                link.read(peer.token, ranges, ranges[:, 0] * np.uint64(BLOCK), soon(1.0))
+            except LinkError:
+                broke = True
+        buffer[:] = 0
+        killer.join()
+        link.close()
+        engine.close()
+        assert (engine.operations, engine.endpoints) == (0, 0)
+        assert not buffer.any()

@@ -87,8 +87,8 @@ class RemoteBlocks:
     def read(self, ranges: U64Array, into: U64Array, seconds: float = 10.0) -> None:
         """Reads ranges, as many as you like, in one go.
 
-        ranges: [n, 3] uint64: block (by its place among the keys), offset in it, length; transport.rows
-        makes those of rows. into: [n] uint64, offset in the memory per range. seconds: the longest that it may take.
+        ranges: [n, 3] uint64: block (by its place among the keys), offset in it, length; transport.rows makes
+        those of rows. into: [n] uint64, offset in the memory per range. seconds: the longest it may take.
         Raises as transport.base.Link.read(); after a LinkError only close() is left.
         """
         self._link.read(self._offer.token, ranges, into, time.monotonic() + seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from kvsieve_store.errors import LinkError
+from kvsieve_store.errors import LinkError, UnavailableError
 from kvsieve_store.transport import shm
 from kvsieve_store.transport.base import Link
 from kvsieve_store.transport.description import Description
@@ -43,7 +43,7 @@ def connect(
         elif name == "ucx" and peer.ucx is not None and engine is not None:
             try:
                 return UcxLink(engine, peer.ucx, token, memory, deadline)
-            except LinkError as error:
+            except UnavailableError as error:
                 _log.warning("the peer at %s is not reached over UCX: %s", peer.tcp, error)
         elif name == "tcp":
             return TcpLink(peer.address, memory, deadline)

@@ -50,7 +50,7 @@ _QUICK: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 _SLOW: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kv_open": (c_void_p, (_TEXTS, _TEXTS, c_int, c_size_t, _STATUS)),
-    "kv_close": (None, (c_void_p,)),
+    "kv_close": (None, (c_void_p, c_int)),
     "kv_run": (c_int, (c_void_p, POINTER(Event), c_int, c_int)),
     "kv_disconnect": (None, (c_void_p,)),
     "kv_get": (

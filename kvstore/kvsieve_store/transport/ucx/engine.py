@@ -52,8 +52,8 @@ _DESCRIPTION_BYTES = 16 << 10
 _TICK_SECONDS = 1.0
 
 LET_GO_SECONDS = 5.0
-"""For UCX to end an endpoint. It never does over shared memory when the peer is dead but not yet waited for
-by its parent. Then the worker is taken down, which ends everything on it: memory must not stay in doubt."""
+"""For UCX to end an endpoint, and what is under way on it. Over shared memory it may never do so when the
+peer has died (seen with 1.13.1). Then the worker is taken down with all of it: no memory stays in doubt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class Engine:
     def describe(self, endpoint: Endpoint) -> str:
         """What UCX says of it."""
         out = ctypes.create_string_buffer(_DESCRIPTION_BYTES)
-        if endpoint.closed.is_set():
+        if endpoint.failed or endpoint.closed.is_set():
             return ""
         size = self._lib.kv_describe(endpoint.handle, out, len(out))
         return out.raw[:size].decode(errors="replace")
@@ -298,10 +298,11 @@ class Engine:
 
     def _end(self) -> None:
         """What is left when the worker is gone is over."""
-        if not self._endpoints:
+        clean = not self._endpoints
+        if clean:
             for handle in (each for handles in self._registered.values() for each in handles):
                 self._lib.kv_unmap(self._kv, handle)
-        self._lib.kv_close(self._kv)
+        self._lib.kv_close(self._kv, clean)
         for done, _ in list(self._operations.values()):
             self._guard(done, Outcome(_CANCELED, 0, b""))
         for endpoint in self._endpoints.values():

@@ -43,12 +43,12 @@ typedef struct {
     kv *kv;
     ucp_ep_h ep;
     ucs_status_t status;
-    int closing;
+    int closing, closed;
+    int under_way; /* operations: EV_CLOSED waits for them */
 } kv_ep;
 
 typedef struct op {
     struct op *next, *prev;
-    kv *kv;
     kv_ep *ep;
     uint64_t id, total;
     ucs_status_t status;
@@ -95,17 +95,24 @@ static op *new_op(kv *k, kv_ep *ep, uint64_t id, size_t n, const uint64_t *addre
         o->iov[i] = (ucp_dt_iov_t){(void *)addresses[i], lengths[i]};
         o->total += lengths[i];
     }
-    o->kv = k, o->ep = ep, o->id = id, o->n = n, o->refs = 1;
+    o->ep = ep, o->id = id, o->n = n, o->refs = 1;
+    ep->under_way++;
     o->next = k->ops.next, o->prev = &k->ops;
     o->next->prev = o->prev->next = o;
     return o;
 }
 
+static void tell_closed(kv_ep *e) {
+    if (e->closed && !e->under_way) push(e->kv, (kv_event){EV_CLOSED, 0, UCS_OK, 0, (uint64_t)e, NULL, 0}, e);
+}
+
 static void release(op *o) {
     if (--o->refs) return;
+    o->ep->under_way--;
     o->next->prev = o->prev, o->prev->next = o->next;
     free(o->iov), free(o->sent);
-    push(o->kv, (kv_event){EV_DONE, o->refused, o->status, 0, o->id, o->text, o->text_size}, o);
+    push(o->ep->kv, (kv_event){EV_DONE, o->refused, o->status, 0, o->id, o->text, o->text_size}, o);
+    tell_closed(o->ep);
 }
 
 static void note(op *o, ucs_status_t status) {
@@ -212,9 +219,8 @@ static void on_failed(void *arg, ucp_ep_h ep, ucs_status_t status) {
 static void on_closed(void *request, ucs_status_t status, void *user) {
     kv_ep *e = user;
     if (request) ucp_request_free(request);
-    for (op *o = e->kv->ops.next; o != &e->kv->ops; o = o->next)
-        if (o->ep == e) o->ep = NULL;
-    push(e->kv, (kv_event){EV_CLOSED, 0, UCS_OK, 0, (uint64_t)e, NULL, 0}, e);
+    e->closed = 1;
+    tell_closed(e);
 }
 
 static ucs_status_t set_handler(kv *k, unsigned id, ucp_am_recv_callback_t callback) {
@@ -231,7 +237,7 @@ const char *kv_status(int status) { return ucs_status_string(status); }
 
 void kv_version(unsigned *numbers) { ucp_get_version(numbers, numbers + 1, numbers + 2); }
 
-void kv_close(kv *k);
+void kv_close(kv *k, int clean);
 
 /* names, values: n settings of UCX, without the UCX_ before them. max_request: bytes of the longest request's body. */
 kv *kv_open(const char **names, const char **values, int n, size_t max_request, int *status) {
@@ -254,7 +260,7 @@ kv *kv_open(const char **names, const char **values, int n, size_t max_request, 
         !(*status = ucp_worker_get_efd(k->worker, &k->fd)) && !(*status = set_handler(k, AM_REQUEST, on_request)) &&
         !(*status = set_handler(k, AM_REPLY, on_reply)))
         return k;
-    kv_close(k);
+    kv_close(k, 1);
     return NULL;
 }
 
@@ -267,10 +273,11 @@ static void forget(kv *k) {
     k->seen_waiting = 0;
 }
 
-/* Ends everything, also what kv_disconnect() could not. */
-void kv_close(kv *k) {
+/* Ends everything, also what kv_disconnect() could not. clean: nothing was left; else the context stays behind, since
+ * UCX aborts where a lost operation still refers to registered memory. */
+void kv_close(kv *k, int clean) {
     if (k->worker) ucp_worker_destroy(k->worker);
-    ucp_cleanup(k->context);
+    if (clean) ucp_cleanup(k->context);
     forget(k);
     k->seen = k->first;
     k->first = NULL;
@@ -358,7 +365,7 @@ size_t kv_describe(kv_ep *e, char *out, size_t room) {
     return size;
 }
 
-/* Ends an endpoint at once. Operations on it fail; EV_CLOSED follows, and then the kv_ep is gone. */
+/* Ends an endpoint at once. Operations on it fail; EV_CLOSED follows the last of them, and then the kv_ep is gone. */
 void kv_disconnect(kv_ep *e) {
     if (e->closing) return;
     e->closing = 1;
