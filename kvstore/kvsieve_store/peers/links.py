@@ -22,6 +22,9 @@ T = TypeVar("T")
 
 IDLE_SECONDS = 60.0
 
+MAX_PEERS = 256
+"""Beyond so many, those without a link are forgotten, and their counters with them."""
+
 
 @dataclass
 class PeerCounters:
@@ -123,7 +126,7 @@ class PeerLinks:
         counters.seconds[name] = counters.seconds.get(name, 0.0) + peer.used - started
 
     async def close_idle(self) -> None:
-        """Ends links that nobody has used for a minute."""
+        """Ends links that nobody has used for a minute, and forgets peers when there are too many."""
         for peer in list(self._peers.values()):
             if (
                 peer.link is not None
@@ -132,6 +135,12 @@ class PeerLinks:
             ):
                 async with peer.turn:
                     await self._drop(peer)
+        if len(self._peers) > MAX_PEERS:
+            self._peers = {
+                source: peer
+                for source, peer in self._peers.items()
+                if peer.link is not None or peer.turn.locked()
+            }
 
     async def close(self) -> None:
         for peer in self._peers.values():

@@ -25,6 +25,5 @@ class Peers:
 
     async def close(self) -> None:
         """Returns once nobody touches the arena any more."""
-        await self.puller.close()
         await self.links.close()
         self.plane.close()

@@ -37,6 +37,9 @@ BATCH_BYTES = 32 << 20
 READ_SECONDS = 15.0
 """For one read of a batch, or one call of the peer."""
 
+WITHDRAW_SECONDS = 2.0
+"""To tell the peer that it may have its blocks back; it takes them back by itself after OFFER_MS."""
+
 OFFER_MS = 120_000
 ATTEMPTS = 4
 MAX_PULLS = 64
@@ -54,7 +57,6 @@ class Puller:
         self._core = core
         self._plane = plane
         self._links = links
-        self._channels: dict[str, grpc.aio.Channel] = {}
         self.pulls = 0
         """Under way."""
 
@@ -85,16 +87,6 @@ class Puller:
         return pb.PullResponse(
             present=plan.present, pulled=plan.pulled, damaged=plan.damaged, reason=plan.reason
         )
-
-    def stub(self, target: str) -> Any:
-        """Of a peer's control plane."""
-        if target not in self._channels:
-            self._channels[target] = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-        return peer_pb2_grpc.PeerStub(self._channels[target])  # type: ignore[no-untyped-call]
-
-    async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close()
 
     def _target(self, source: str) -> str:
         """What gRPC connects to. Raises InvalidRequestError."""
@@ -143,7 +135,8 @@ class _Pull:
         self._inner = inner
         self._pool_id = pool_id
         self._source = source
-        self._stub = puller.stub(target)
+        self._target = target
+        self._open_channel()
         self._keys = keys
         self._parents = [parent or _NO_KEY, *keys]
         self._offer = pb.OfferResponse()
@@ -172,13 +165,23 @@ class _Pull:
                     self.error = error
                     plan.stop(str(error))
         finally:
-            await asyncio.shield(self._withdraw())
+            await asyncio.shield(self._leave())
+
+    def _open_channel(self) -> None:
+        """One of the pull's own, and a new one after a failure: gRPC's back-off would come on top of ours."""
+        self._channel = grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS)
+        self._stub: Any = peer_pb2_grpc.PeerStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def _leave(self) -> None:
+        await self._withdraw()
+        await self._channel.close()
 
     async def _again(self, error: KVSieveError) -> None:
         self.error = error
         self.plan.broke(str(error))
         _log.info("pull from %s: %s", self._source, error)
-        await self._withdraw()
+        await self._leave()
+        self._open_channel()
         if self.plan.step != "done":
             await asyncio.sleep(self._backoff.wait())
 
@@ -255,7 +258,7 @@ class _Pull:
         if offer.token:
             with suppress(KVSieveError):  # it runs out by itself
                 withdraw = pb.WithdrawRequest(token=offer.token)
-                await self._call("Withdraw", self._stub.Withdraw(withdraw, timeout=READ_SECONDS))
+                await self._call("Withdraw", self._stub.Withdraw(withdraw, timeout=WITHDRAW_SECONDS))
 
     async def _call(self, name: str, call: Awaitable[T]) -> T:
         try:
