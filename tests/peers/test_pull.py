@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from kvsieve.v1 import peer_pb2 as pb
-from kvsieve_store.client import ArenaMap
+from kvsieve.v1 import peer_pb2_grpc
 from kvsieve_store.errors import UnavailableError
 from kvsieve_store.transport.ucx.binding import why_missing
 from tests.conftest import StoreProcess
@@ -144,6 +144,23 @@ def test_a_caller_that_gives_up_leaves_nothing(pair: Pair) -> None:
     assert target.holds(keys) == COUNT
 
 
+class _Forger(peer_pb2_grpc.PeerServicer):
+    """Offers what `source` offers, with a wrong digest of one block."""
+
+    def __init__(self, source: Host, bad: int) -> None:
+        self.source, self.bad = source, bad
+
+    def Offer(self, request: pb.OfferRequest, context: object) -> pb.OfferResponse:
+        offer = self.source.peer.Offer(request)
+        digests = bytearray(offer.digests)
+        digests[32 * self.bad] ^= 1
+        offer.digests = bytes(digests)
+        return offer
+
+    def Withdraw(self, request: pb.WithdrawRequest, context: object) -> pb.WithdrawResponse:
+        return self.source.peer.Withdraw(request)
+
+
 @pytest.mark.parametrize("transport", ["tcp"], indirect=True)
 class TestOnce:
     """What does not depend on the transport."""
@@ -151,30 +168,18 @@ class TestOnce:
     def test_damaged_blocks_are_not_taken(self, pair: Pair) -> None:
         source, target = pair
         keys = source.save(10)
-        refs = source.client.match(keys).refs
-        offer = source.peer.Offer(
-            pb.OfferRequest(pool_id=SPEC.pool_id(), keys=b"".join(keys), lease_ms=60_000, digests=True)
-        )
-        assert offer.blocks == 10
-        # The bytes change after their digests were sent.
-        with ArenaMap(source.client.wait_attached(WAIT)) as arena:
-            stop = threading.Event()
-
-            def spoil() -> None:
-                while not stop.is_set():
-                    arena.slot(refs[6].slot)[0] ^= 0x5A
-
-            spoiler = threading.Thread(target=spoil)
-            spoiler.start()
-            answer = target.pull(source.store.endpoint, keys)
-            stop.set()
-            spoiler.join()
+        server = grpc.server(ThreadPoolExecutor(2))
+        peer_pb2_grpc.add_PeerServicer_to_server(_Forger(source, bad=6), server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        answer = target.pull(address, keys)
+        server.stop(0)
         assert (answer.present, answer.damaged) == (6, 2)
         assert "damaged" in answer.reason
         assert target.holds(keys) == 6
         assert target.metric("kvsieve_peer_damaged_blocks_total") == 2
-        source.peer.Withdraw(pb.WithdrawRequest(token=offer.token))
         target.settled()
+        source.settled()
 
     def test_a_full_store_takes_what_fits(self, start_store: Callable[..., StoreProcess], pair: Pair) -> None:
         source, _ = pair
