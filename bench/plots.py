@@ -40,6 +40,18 @@ def _copy(axes: Axes, record: dict[str, Any]) -> None:
     _legend(axes)
 
 
+def _transport(axes: Axes, record: dict[str, Any]) -> None:
+    rows = [row for row in record["rows"] if "case" in row]
+    names = [name for name in ("tcp", "ucx") if f"{name}_vs_raw" in rows[0]]
+    _bars(
+        axes, [row["case"] for row in rows], {name: [row[f"{name}_vs_raw"] for row in rows] for name in names}
+    )
+    axes.axvline(1, color="grey", linewidth=0.5)
+    axes.axvline(record["goals"][0]["limit"], label="goal for blocks", **_GOAL)
+    axes.set(title="Reads from another process over loopback", xlabel="speed, a raw socket = 1")
+    _legend(axes)
+
+
 def _match(axes: Axes, record: dict[str, Any]) -> None:
     for row in record["rows"]:
         rate = f"{row['rate_blocks_s']:,.0f} blocks/s each" if row["rate_blocks_s"] else "unpaced"
@@ -164,6 +176,7 @@ def _legend(axes: Axes) -> None:
 
 _DRAW = {
     "copy": _copy,
+    "transport": _transport,
     "match": _match,
     "seal": _seal,
     "memory": _memory,

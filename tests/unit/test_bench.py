@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvsieve_store.bench import copying, matching, memory, sealing, summary
+from kvsieve_store.bench import copying, matching, memory, sealing, summary, transporting
 from kvsieve_store.bench.report import Goal, Report
 from kvsieve_store.bench.saving import Load
 from kvsieve_store.bench.store import TemporaryStore
@@ -41,6 +41,15 @@ def test_copy(bench_store: TemporaryStore) -> None:
     report = copying.measure(bench_store.endpoint, working_set=1 << 20, repetitions=2, geometries=geometries)
     keys = {f"{way}_{what}" for way in ("write", "read") for what in ("gb_s", "vs_pieces", "vs_flat")}
     check(report, 2, keys | {"geometry", "piece_bytes", "blocks"}, goals=2)
+
+
+def test_transport() -> None:
+    cases = [transporting.Case("few", 4, 4096, False, 0.9), transporting.Case("apart", 9, 700, True, 0.7)]
+    report = transporting.measure(repetitions=2, cases=cases, idle_seconds=0.1, memory=4 << 20)
+    links = 2 if report.parameters["ucx"] == "there" else 1
+    check(Report("transport", {}, report.rows[:-1]), 2, {"case", "bytes", "tcp_gb_s", "tcp_vs_raw"}, goals=0)
+    assert set(report.rows[-1]["idle_percent"]) == {"reader", "store"}
+    assert len(report.goals) == 2 * links + 2
 
 
 def test_match(bench_store: TemporaryStore) -> None:

@@ -207,3 +207,28 @@ def test_addresses(text: str, address: UnixAddress | TcpAddress) -> None:
 def test_no_addresses(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         parse_address(text)
+
+
+def test_peers_are_served_beyond_loopback_only_where_it_is_allowed() -> None:
+    given = {"listen": "unix:///s", "peer_listen": "10.1.2.3:9400"}
+    with pytest.raises(SettingsError, match=r"peer-listen: 10.1.2.3:9400 is not a loopback address"):
+        load(given, None, {})
+    allowed = load({**given, "allow_insecure_tcp": True}, None, {})
+    assert allowed.peer_address is not None
+    assert (allowed.peer_address.host, allowed.transports) == ("10.1.2.3", ("shm", "ucx", "tcp"))
+    assert load({"listen": "unix:///s"}, None, {}).peer_address is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("peer_listen", "unix:///s", "host:port required"),
+        ("peer_listen", "nonsense", "peer-listen"),
+        ("peer_transports", "tcp,rdma", "shm,ucx,tcp"),
+        ("peer_transports", ",", "shm,ucx,tcp"),
+        ("ucx_tls", "", "ucx-tls"),
+    ],
+)
+def test_bad_settings_of_peers(name: str, value: str, text: str) -> None:
+    with pytest.raises(SettingsError, match=text):
+        load({"listen": "unix:///s", name: value}, None, {})
