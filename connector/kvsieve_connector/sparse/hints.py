@@ -47,7 +47,8 @@ def read_hint(
     slot: npt.NDArray[np.uint8], layers: int, block_tokens: int, tokens: int, most: int
 ) -> Positions | None:
     """int32 [layers, <= most]: a copy of the first `most` positions of each layer, -1 for those that are not
-    among the first `tokens`. None when the slot holds no hint of this shape; its bytes may be anything."""
+    among the first `tokens`. None when the slot holds no hint of this shape; its bytes may be anything, and
+    change while they are read: the slot of a lease that is gone may be another's."""
     if len(slot) < HEADER.size:
         return None
     magic, version, its_block_tokens, its_layers, count = HEADER.unpack(slot[: HEADER.size].tobytes())
@@ -55,5 +56,6 @@ def read_hint(
         return None
     if not 0 < count <= rows_that_fit(len(slot), layers):
         return None
-    rows = slot[HEADER.size : HEADER.size + 4 * layers * count].view("<i4").reshape(layers, count)[:, :most]
+    stored = slot[HEADER.size : HEADER.size + 4 * layers * count].view("<i4").reshape(layers, count)
+    rows = stored[:, :most].copy()  # what is checked is what is returned
     return np.where((rows >= 0) & (rows < tokens), rows, -1).astype(np.int32, copy=False)
