@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from kvsieve_store.addresses import default_socket
 
@@ -30,7 +30,7 @@ class ConnectorSettings(BaseModel):
     endpoint: str = Field(default_factory=lambda: f"unix://{default_socket()}")
     """Where the store listens: unix:///path or host:port. Default: where this user's store listens."""
 
-    pool: str | None = None
+    pool: str | None = Field(default=None, min_length=1, max_length=256)
     """Name of the pool. Default: the model, as given to vLLM."""
 
     connect_timeout_ms: int = Field(default=2_000, ge=0, le=60_000)
@@ -60,6 +60,23 @@ class ConnectorSettings(BaseModel):
     """Sparse mode with tensor parallelism: each rank fetches its share of rows from the arena, and reads
     the others' from their GPUs. auto: where NVLink joins them. true: the engine does not start without."""
 
+    @field_validator(
+        "connect_timeout_ms", "match_timeout_ms", "credits", "hot_rows", "window_blocks", mode="before"
+    )
+    @classmethod
+    def _number(cls, given: object) -> object:
+        """Else true would be 1."""
+        if isinstance(given, bool):
+            raise ValueError("a number is expected")
+        return given
+
+    @field_validator("sharded_fetch", mode="before")
+    @classmethod
+    def _true_false_or_auto(cls, given: object) -> object:
+        if given != "auto" and not isinstance(given, bool):
+            raise ValueError('true, false or "auto" is expected')
+        return given
+
 
 def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     """Settings from `kv_connector_extra_config`; keys of others (without the prefix) are left alone.
@@ -67,7 +84,7 @@ def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     Raises ValueError, which names each bad key and, where one is close, the key that was meant.
     """
     known = ConnectorSettings.model_fields
-    given = {k.removeprefix(PREFIX): v for k, v in extra.items() if k.startswith(PREFIX)}
+    given = {k.removeprefix(PREFIX): v for k, v in extra.items() if str(k).startswith(PREFIX)}
     for key in extra.keys() & known.keys():
         raise ValueError(f"kv_connector_extra_config: unknown key {key}; did you mean {PREFIX}{key}?")
     for key in given:
@@ -79,6 +96,7 @@ def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
         return ConnectorSettings(**given)
     except ValidationError as error:
         problems = "; ".join(
-            f"{PREFIX}{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()
+            f"{PREFIX}{e['loc'][0]}: {e['msg'].removeprefix('Value error, ')}, got {e['input']!r}"
+            for e in error.errors()
         )
         raise ValueError(f"kv_connector_extra_config: {problems}") from None

@@ -35,6 +35,8 @@ class ScriptedStore(store_pb2_grpc.StoreServicer):
         self.renewed: list[list[int]] = []
         self.stream: asyncio.Queue[pb.AttachResponse | None] = asyncio.Queue()
         self.before: dict[str, Callable[[Any], Any]] = {}
+        self.answer: pb.MatchResponse | pb.SealResponse | None = None
+        """Given to each Match or Seal instead of a true one."""
 
     async def Attach(self, requests: AsyncIterator[pb.AttachRequest], context: Any) -> Any:
         hello = await anext(aiter(requests))
@@ -62,6 +64,8 @@ class ScriptedStore(store_pb2_grpc.StoreServicer):
 
     async def Match(self, request: pb.MatchRequest, context: Any) -> pb.MatchResponse:
         await self._seen(request, context)
+        if isinstance(self.answer, pb.MatchResponse):
+            return self.answer
         keys = [request.keys[i : i + 32] for i in range(0, len(request.keys), 32)]
         count = next((i for i, k in enumerate(keys) if k not in self.known), len(keys))
         lease = len(self.calls) if count and request.lease_ms else 0
@@ -69,6 +73,8 @@ class ScriptedStore(store_pb2_grpc.StoreServicer):
 
     async def Seal(self, request: pb.SealRequest, context: Any) -> pb.SealResponse:
         await self._seen(request, context)
+        if isinstance(self.answer, pb.SealResponse):
+            return self.answer
         count = len(request.slots)
         return pb.SealResponse(status=[pb.SEAL_STATUS_SEALED] * count, credits=grant(*range(50, 50 + count)))
 
@@ -325,6 +331,35 @@ async def test_what_a_refusal_leads_to(
         assert c.state == state
         assert type(c.error) is kind
         assert "not today" in str(c.error)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pb.MatchResponse(slots=range(3), generations=[1] * 3),
+        pb.MatchResponse(slots=range(2), generations=[1]),
+        pb.MatchResponse(slots=[1], generations=[1] * 2, lease_id=7),
+        pb.SealResponse(status=[1]),
+        pb.SealResponse(status=[1, 1, 1], lease_id=7),
+        pb.SealResponse(status=[1, 0]),
+        pb.SealResponse(status=[1, 3]),
+        pb.SealResponse(status=[-1, 2**31 - 1], lease_id=7),
+    ],
+    ids=lambda answer: str(answer).replace("\n", " "),
+)
+async def test_an_answer_that_makes_no_sense_ends_the_session(
+    store: ScriptedStore, answer: pb.MatchResponse | pb.SealResponse
+) -> None:
+    async with client(store) as c:
+        await c.wait_attached(20)
+        store.answer, two = answer, entries(chain(2), c.take_credits(2))
+        is_match = isinstance(answer, pb.MatchResponse)
+        with pytest.raises(UnavailableError, match="answers what makes no sense"):
+            await (c.match(chain(2)) if is_match else c.seal(two, hold=True))
+        store.answer = None
+        await until(lambda: store.attached == 2 and c.state == ClientState.ATTACHED)
+        store.known = set(chain(2))
+        assert len((await c.match(chain(2))).refs) == 2
 
 
 async def test_draining_stops_new_work_and_lets_the_rest_finish(store: ScriptedStore) -> None:

@@ -271,3 +271,25 @@ async def test_a_store_that_stops_says_so(make_store: MakeStore, connect: Connec
     )
     assert not arena.exists()
     assert os.listdir(tmp_path / "run") == ["kvsieve.sock.lock"]
+
+
+async def test_credits_that_an_engine_does_not_read_do_not_pile_up(
+    make_store: MakeStore, connect: Connect
+) -> None:
+    """Whoever knows which slots come can give them back unread, for more to come."""
+    store = await make_store(pool_size=64 * EXTENT)
+    engine = connect(store.endpoints[0])
+    await engine.attach(replace(SPEC, planes=(Plane("main", (4096,)),)), credit_target=MAX_CREDITS)
+    (pool,), (stream,) = store.core.state._pools.values(), store.core._streams.values()
+    for _ in range(300):
+        slots = pool.held_by(1)
+        await engine.store.Release(
+            pb.ReleaseRequest(
+                session_id=engine.session_id, slots=slots, generations=pool.table.generation[slots]
+            )
+        )
+        store.core.tick()
+    assert stream._outbox.qsize() <= 1
+    while pool.writing == 0:
+        engine.take((await engine.receive()).credits)
+        store.core.tick()

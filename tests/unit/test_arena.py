@@ -8,6 +8,8 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsieve_store.arena import Arena, syscalls
+from kvsieve_store.arena.directory import _prefix, remove_stale
+from kvsieve_store.cli import checks
 from kvsieve_store.errors import CapacityError, SettingsError, UnavailableError
 from kvsieve_store.protocol.layout import HEADER_BYTES, HEADER_LAYERS_DONE, ExtentLayout
 
@@ -266,6 +270,21 @@ def test_the_lock_of_a_dead_store_goes_last(
     create()
     assert left == [{"store.lock"}]
     assert not dead.exists()
+
+
+def test_stores_and_doctors_may_remove_and_look_at_the_same_arenas(tmp_path: Path) -> None:
+    for _ in range(20):
+        for number in range(40):
+            dead = tmp_path / f"{_prefix('x')}{number:08x}"
+            dead.mkdir()
+            for name in ("store.lock", "seg-000"):
+                (dead / name).touch()
+        with ThreadPoolExecutor(4) as threads:
+            jobs = [threads.submit(job) for job in 2 * [partial(remove_stale, tmp_path, "x")]]
+            jobs += [threads.submit(job) for job in 2 * [partial(checks.arenas, tmp_path)]]
+        for job in jobs:
+            job.result()
+        assert not list(tmp_path.iterdir())
 
 
 # An arena that somebody removes

@@ -6,10 +6,15 @@ import ctypes
 import fcntl
 import os
 import pickle
+import resource
+import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,6 +176,19 @@ def test_memory_knows_whether_its_store_lives(tmp_path: Path, end: str) -> None:
     assert not ArenaMemory(b"").store_lives()
 
 
+def test_memory_takes_its_store_for_alive_when_it_can_not_look(tmp_path: Path) -> None:
+    store = ArenaFiles(tmp_path)
+    with ArenaMap(store.attach()) as arena:
+        store.die()
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            assert arena.memory.store_lives()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert not arena.memory.store_lives()
+
+
 def test_another_process_maps_from_a_pickled_attachment(make: Callable[..., Attachment]) -> None:
     attachment = make()
     code = (
@@ -268,6 +286,86 @@ def test_a_segment_of_another_size_is_refused(make: Callable[..., Attachment]) -
     with pytest.raises(UnavailableError, match=f"4096 bytes there, {EXTENT} expected"):
         ArenaMap(attachment)
     assert not is_locked(attachment.lock_path)
+
+
+def _is_a_directory(path: str) -> None:
+    os.unlink(path)
+    os.mkdir(path)
+
+
+def _is_a_socket(path: str) -> None:
+    os.unlink(path)
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(path)
+
+
+def _is_a_symlink(path: str) -> None:
+    os.rename(path, path + "-moved")
+    os.symlink(os.path.abspath(path) + "-moved", path)
+
+
+def _has_no_directory(path: str) -> None:
+    directory = os.path.dirname(path)
+    shutil.rmtree(directory)
+    Path(directory).touch()
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("segment", _is_a_directory),
+        ("segment", _is_a_socket),
+        ("segment", _is_a_symlink),
+        ("segment", _has_no_directory),
+        ("lock", _is_a_socket),
+        ("lock", _has_no_directory),
+    ],
+)
+def test_what_is_no_file_of_the_store_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, change: Callable[[str], None]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = ArenaFiles(Path())  # short paths: those of sockets have 108 bytes
+    attachment = store.attach()
+    change(attachment.segments[1][0] if what == "segment" else attachment.lock_path)
+    open_before = os.listdir("/proc/self/fd")
+    with pytest.raises(UnavailableError, match=store.path.name):
+        ArenaMap(attachment)
+    assert os.listdir("/proc/self/fd") == open_before
+    assert mappings(store.path.absolute()) == 0
+    store.die()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"extent_bytes": 0},
+        {"extent_bytes": EXTENT - 4096},
+        {"extent_bytes": -EXTENT},
+        {"slots_per_extent": 0},
+        {"slots_per_extent": LAYOUT.slots_per_extent + 1},
+        {"slot_bytes": 0},
+        {"slot_bytes": -LAYOUT.slot_bytes},
+        {"slot_bytes": LAYOUT.slot_bytes * 2},
+        {"slots_offset": 0},
+        {"slots_offset": EXTENT},
+        {"slots_offset": LAYOUT.slots_offset + 1},
+        {"segments": ()},
+    ],
+    ids=str,
+)
+def test_a_layout_that_leads_out_of_the_arena_is_refused(
+    make: Callable[..., Attachment], wrong: dict[str, Any]
+) -> None:
+    attachment = make()
+    with ArenaMap(attachment) as arena:
+        bad = replace(again(attachment), **wrong)
+        with pytest.raises(UnavailableError, match="the store's layout makes no sense"):
+            arena.update(bad)
+        assert not is_locked(bad.lock_path)
+        assert arena.attachment == attachment
+        assert arena.slot(SLOTS - 1).shape == (LAYOUT.slot_bytes,)
+        assert is_locked(attachment.lock_path)
 
 
 def test_numbers_out_of_range_are_named(make: Callable[..., Attachment]) -> None:

@@ -252,12 +252,24 @@ def test_a_socket_that_nobody_serves(tmp_path: Path) -> None:
 
 
 def test_a_file_in_the_socket_s_place(tmp_path: Path) -> None:
+    """It may be one that somebody needs: doctor does not say to remove it."""
     (tmp_path / "s.sock").touch()
-    assert "not a socket" in checks.store(f"unix://{tmp_path}/s.sock")[0].found
+    finding = checks.store(f"unix://{tmp_path}/s.sock")[0]
+    assert "not a socket" in finding.found
+    assert "remove" not in finding.advice
 
 
 def test_an_address_that_makes_no_sense() -> None:
     assert checks.store("ftp://x")[0].level is Level.FAIL
+
+
+@pytest.mark.parametrize("endpoint", ["nonsense", "unix://", "unix://s.sock", "localhost:x", "0.0.0.0:1"])
+def test_whatever_the_address_all_else_is_checked(run: Run, endpoint: str) -> None:
+    outcome = run("doctor", "--endpoint", endpoint, "--pool-size", "64MiB", "--format", "json")
+    assert outcome.code == 1
+    found = {finding["check"]: finding for finding in outcome.json}
+    assert found["store"]["level"] == "fail"
+    assert found["memory"]["level"] == "ok"
 
 
 def test_report(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

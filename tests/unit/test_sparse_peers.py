@@ -70,6 +70,10 @@ class Rank:
         ]
 
 
+here = threading.local()
+"""rank: whose thread it is."""
+
+
 def connected(ranks: list[Rank]) -> list[list[Peers] | str]:
     """What connect() returns on each rank, or why it did not."""
     barrier, board = threading.Barrier(len(ranks)), {}
@@ -82,7 +86,7 @@ def connected(ranks: list[Rank]) -> list[list[Peers] | str]:
             barrier.wait(20)
             return values
 
-        rank = ranks[number]
+        here.rank, rank = number, ranks[number]
         try:
             return connect(number, len(ranks), exchange, rank.memory, rank.caches, rank.tables)
         except Unshared as error:
@@ -158,6 +162,41 @@ def test_what_fails_on_one_rank_is_known_to_all(breaks: Callable[[Memory], None]
     breaks(ranks[1].memory)
     assert connected(ranks) == [reason] * 3
     assert all(torch.equal(rank.pool, rank.before) for rank in ranks)
+
+
+class Failing:
+    """An object of which one call fails, as out of memory: the `at`-th of these names, on rank 1."""
+
+    def __init__(self, of: Any, names: str, at: list[int]) -> None:
+        self._of, self._names, self._at = of, names.split(), at
+
+    def __getattr__(self, name: str) -> Any:
+        stock = getattr(self._of, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if here.rank == 1:
+                self._at[0] -= 1
+                if self._at[0] == 0:
+                    raise MemoryError(name)
+            return stock(*args, **kwargs)
+
+        return call if name in self._names else stock
+
+
+def test_whichever_call_fails_on_one_rank_all_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(1, 1000):
+        ranks, left = [Rank(), Rank()], [number]
+        monkeypatch.setattr("kvsieve_connector.sparse.peers.torch", Failing(torch, "zeros tensor", left))
+        ranks[1].memory = Failing(ranks[1].memory, "lend open read write", left)
+        ranks[1].tables = Failing(ranks[1].tables, "mark", left)  # type: ignore[assignment]
+        found = connected(ranks)
+        if left[0] > 0:
+            break
+        assert isinstance(found[0], str), f"call {number}"
+        assert found[0].startswith("rank 1: MemoryError: ")
+        assert found[1] == found[0]
+    assert number > 40
+    assert not any(isinstance(each, str) for each in found)
 
 
 def test_caches_of_different_shapes_are_not_shared() -> None:

@@ -124,7 +124,9 @@ def connect(
     """
     device = caches[0].cache.device
     slots = tables.tag.shape[1]
-    flags = torch.zeros(len(caches), slots, count, dtype=torch.int64, device=device)
+    flags = _on_each(
+        exchange, lambda: torch.zeros(len(caches), slots, count, dtype=torch.int64, device=device)
+    )
     own = [
         (cache.cache.data_ptr(), cache.slot_of.data_ptr(), flags[i].data_ptr())
         for i, cache in enumerate(caches)
@@ -187,11 +189,15 @@ def connect(
     _together(exchange, restore)  # no rank publishes before all have cleared their flags
     if failure is not None:
         raise failure
-    silent = torch.zeros(count, dtype=torch.int32, device=device)
-    return [
-        Peers(rank, torch.tensor(layer, dtype=torch.int64, device=device), flags[i], tables.mark(), silent)
-        for i, layer in enumerate(places)
-    ]
+
+    def peers() -> list[Peers]:
+        silent = torch.zeros(count, dtype=torch.int32, device=device)
+        return [
+            Peers(rank, torch.tensor(at, dtype=torch.int64, device=device), flags[i], tables.mark(), silent)
+            for i, at in enumerate(places)
+        ]
+
+    return _on_each(exchange, peers)
 
 
 def share(
@@ -269,23 +275,30 @@ def _together(exchange: Exchange, work: Callable[[], T]) -> list[T]:
     return [result for result, _ in results]
 
 
-def _cuda_memory(exchange: Exchange, device: torch.device) -> Memory:
-    made: list[Memory] = []
+def _on_each(exchange: Exchange, work: Callable[[], T]) -> T:
+    """What this rank's work returns; the others only hear that it is done. Raises as _together()."""
+    done: list[T] = []
+    _together(exchange, lambda: done.append(work()))
+    return done[0]
 
-    def make() -> None:
+
+def _cuda_memory(exchange: Exchange, device: torch.device) -> Memory:
+    def make() -> Memory:
         if device.type != "cuda":
             raise RuntimeError(f"the caches are on {device}, not on CUDA devices")
-        made.append(CudaMemory())
+        return CudaMemory()
 
-    _together(exchange, make)
-    return made[0]
+    return _on_each(exchange, make)
 
 
 def _require_links(exchange: Exchange, device: torch.device) -> None:
     from vllm.platforms import current_platform
 
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    ids = _together(exchange, lambda: int(current_platform.visible_device_id_to_physical_device_id(index)))
+    def physical() -> int:
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return int(current_platform.visible_device_id_to_physical_device_id(index))
+
+    ids = _together(exchange, physical)
     if not all(_together(exchange, lambda: bool(current_platform.is_fully_connected(ids)))):
         raise Unshared("NVLink does not join all of its GPUs")
 

@@ -18,18 +18,21 @@ from pathlib import Path
 from kvsieve.v1.admin_pb2 import StatusResponse
 from kvsieve_store.addresses import UnixAddress, parse_address
 from kvsieve_store.arena.capacity import check_hugetlbfs, check_tmpfs, huge_page_bytes, not_in_memory
-from kvsieve_store.arena.directory import find_dead
+from kvsieve_store.arena.directory import find_dead, held_bytes
 from kvsieve_store.client.admin import AdminClient
 from kvsieve_store.errors import CapacityError, KVSieveError
 from kvsieve_store.settings import StoreSettings
 from kvsieve_store.sizes import size
 
 VLLM_MIN, VLLM_BELOW = (0, 32), (0, 34)
+"""Supported versions of vLLM: from the first, below the second."""
+
 SPARSE_VLLM_MIN = (0, 33)
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 SPARSE_UNSET = {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_KV_CACHE_LAYOUT": "BLHNC"}
 """Variables that stand in sparse mode's way, unless they have this value."""
-"""Supported versions of vLLM: from the first, below the second."""
+
+_ADDRESS = "give the store's address: --endpoint unix:///path or host:port"
 
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "kvsieve"
 
@@ -77,7 +80,7 @@ def _socket(endpoint: str) -> Finding | None:
     try:
         address = parse_address(endpoint)
     except ValueError as error:
-        return Finding("store", Level.FAIL, str(error), "give --endpoint unix:///path or host:port")
+        return Finding("store", Level.FAIL, str(error), _ADDRESS)
     if isinstance(address, UnixAddress):
         try:
             mode = address.path.stat().st_mode
@@ -88,7 +91,7 @@ def _socket(endpoint: str) -> Finding | None:
         except OSError as error:
             return Finding("store", Level.FAIL, f"{address.path}: {error.strerror}", _rights(address.path))
         if not stat.S_ISSOCK(mode):
-            return Finding("store", Level.FAIL, f"{address.path} is not a socket", "remove it")
+            return Finding("store", Level.FAIL, f"{address.path} is not a socket", _ADDRESS)
         if not os.access(address.path, os.R_OK | os.W_OK):
             return Finding("store", Level.FAIL, f"no right to use {address.path}", _rights(address.path))
     return None
@@ -144,11 +147,10 @@ def arenas(mount: Path) -> Finding:
     dead = find_dead(mount)
     if not dead:
         return Finding("arenas", Level.OK, f"none of a dead store in {mount}")
-    held = sum(file.stat().st_blocks * 512 for path in dead for file in path.iterdir() if file.is_file())
     return Finding(
         "arenas",
         Level.WARN,
-        f"{len(dead)} of dead stores in {mount}, {size(held)}",
+        f"{len(dead)} of dead stores in {mount}, {size(sum(map(held_bytes, dead)))}",
         f"rm -r {shlex.join(map(str, dead))}; or start a store with the same --listen, which removes its own",
     )
 

@@ -18,7 +18,7 @@ from kvsieve_store.errors import SettingsError
 from kvsieve_store.settings import load
 
 _NOWHERE = "unix:///kvsieve.sock"
-"""Stands for the store's address where there is no default; no check looks at it."""
+"""Stands for the addresses that the store listens at; no check looks at them."""
 
 _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
@@ -38,12 +38,11 @@ def doctor(
     The store's settings come from where `serve` takes them.
     """
     try:
-        address = resolve(context, endpoint)
-        store, status = checks.store(address)
+        store, status = checks.store(resolve(context, endpoint))
     except SettingsError as error:
-        address, (found, _, advice) = "", str(error).removeprefix("endpoint: ").partition("; ")
+        found, _, advice = str(error).removeprefix("endpoint: ").partition("; ")
         store, status = Finding("store", Level.FAIL, found, advice), None
-    settings = load({"pool_size": pool_size}, config, os.environ, default_listen=address or _NOWHERE)
+    settings = load({"pool_size": pool_size}, config, os.environ, default_listen=_NOWHERE)
     findings = [
         store,
         checks.memory(settings, status),

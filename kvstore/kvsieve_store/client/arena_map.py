@@ -129,6 +129,7 @@ class ArenaMap:
             if memory is None or memory.instance != attachment.instance:
                 memory = ArenaMemory(attachment.instance)
             segments = memory.map(attachment)
+            _check_layout(attachment)
         except BaseException:
             os.close(lock)
             raise
@@ -176,6 +177,26 @@ class ArenaMap:
             self._lock = None
 
 
+def _check_layout(attachment: Attachment) -> None:
+    """Raises UnavailableError unless every slot lies in its extent, and every extent in its segment."""
+    extent, slots = attachment.extent_bytes, attachment.slots_per_extent
+    at, end = attachment.slots_offset, attachment.slots_offset + slots * attachment.slot_bytes
+    if not (
+        extent > 0
+        and slots > 0
+        and attachment.slot_bytes > 0
+        and slots * HEADER_BYTES <= at
+        and at % 8 == extent % 8 == 0
+        and end <= extent
+        and attachment.segments
+        and all(size > 0 and size % extent == 0 for _, size in attachment.segments)
+    ):
+        raise UnavailableError(
+            f"the store's layout makes no sense: {slots} slots of {attachment.slot_bytes} bytes from {at} on "
+            f"in extents of {extent} bytes, in segments of {[size for _, size in attachment.segments]}"
+        )
+
+
 def _lock_shared(path: str) -> int:
     """Descriptor of the session's lock file, locked; closing it unlocks.
 
@@ -187,6 +208,8 @@ def _lock_shared(path: str) -> int:
         lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise gone from None
+    except OSError as error:
+        raise UnavailableError(f"the session's lock {path}: {error.strerror}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(lock), os.stat(path)):

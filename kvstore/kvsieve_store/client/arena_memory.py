@@ -40,17 +40,20 @@ class ArenaMemory:
         return [self._segments[segment] for segment in attachment.segments]
 
     def store_lives(self) -> bool:
-        """Whether the store process is there still: nobody else holds the lock beside the segments."""
+        """Whether the store process is there still: nobody else holds the lock beside the segments. It counts
+        as alive where that can't be found out now, e.g. for want of file descriptors."""
         directory = next((Path(path).parent for path, _ in self._segments), None)
         if directory is None:
             return False
         try:
             lock = os.open(directory / STORE_LOCK, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError:
+            return True
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError:
             return True
         finally:
             os.close(lock)
@@ -60,12 +63,16 @@ class ArenaMemory:
 def _map(path: str, size: int) -> U8Array:
     """uint8 [size], writable, shared. The view owns the mapping."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         raise UnavailableError(f"segment {path} is gone: the store has ended; attach anew") from None
+    except OSError as error:
+        raise UnavailableError(f"segment {path}: {error.strerror}") from None
     try:
         if (there := os.fstat(file).st_size) < size:
             raise UnavailableError(f"segment {path}: {there} bytes there, {size} expected; attach anew")
         return np.frombuffer(mmap.mmap(file, size, mmap.MAP_SHARED), np.uint8)
+    except (OSError, ValueError) as error:  # ValueError: it has shrunk just now
+        raise UnavailableError(f"segment {path}: can't map {size} bytes: {error}") from None
     finally:
         os.close(file)

@@ -32,6 +32,8 @@ from kvsieve_store.protocol.limits import KEY_BYTES, MAX_BATCH
 
 T = TypeVar("T")
 
+_KNOWN = frozenset(result.value for result in SealResult)
+
 _GOODBYE_SECONDS = 1.0
 """Longest wait of close() for calls in flight and the store's last word."""
 
@@ -192,12 +194,17 @@ class Session:
             limit = self._limits.max_match_keys
             for request in batches.match_requests(self._id, keys, self._lease_ms, limit):
                 reply = await self._call("Match", self._stub.Match, request)
+                asked, found = len(request.keys) // KEY_BYTES, len(reply.slots)
+                if not found == len(reply.generations) <= asked:
+                    raise self._nonsense(
+                        f"Match: {found} slots and {len(reply.generations)} generations for {asked} keys"
+                    )
                 slots += reply.slots[:]  # a slice is a list, made at once
                 generations += reply.generations[:]
                 if reply.lease_id:
                     leases.append(reply.lease_id)
                     self.leases.add(reply.lease_id)
-                if len(reply.slots) * KEY_BYTES < len(request.keys):
+                if found < asked:
                     break
         except KVSieveError:
             self._give_back(leases, ())
@@ -214,6 +221,10 @@ class Session:
                     if leases:
                         request.lease_id = leases[-1]
                     reply = await self._call("Seal", self._stub.Seal, request, moves_slots=True)
+                    if len(reply.status) != len(request.slots) or not _KNOWN.issuperset(reply.status):
+                        raise self._nonsense(
+                            f"Seal: for {len(request.slots)} entries the statuses {reply.status[:9]}"
+                        )
                     self.credits.grant(reply.credits)
                     results += map(SealResult, reply.status)
                     if reply.lease_id and reply.lease_id not in leases:
@@ -320,6 +331,13 @@ class Session:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()
+
+    def _nonsense(self, answer: str) -> UnavailableError:
+        """The session can't go on: what the store did is not known."""
+        self.end(
+            UnavailableError(f"the store at {self._terms.endpoint} answers what makes no sense: {answer}")
+        )
+        return self._over()
 
     def _over(self) -> UnavailableError:
         return UnavailableError(f"the session is over: {self._ended.result()}")

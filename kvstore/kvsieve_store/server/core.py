@@ -233,7 +233,9 @@ class Core:
             self.state.heartbeat(inner.session_id, list(inner.session.leases), now)
         for session_id in self.state.tick(now):
             self.end_session(session_id, f"silent for {self.settings.session_timeout:g} s")
-        for session_id, grant in self.state.top_up(now):
+        # What a client does not read would pile up here.
+        behind = {session_id for session_id, stream in self._streams.items() if stream.is_behind}
+        for session_id, grant in self.state.top_up(now, behind):
             self.prepare(session_id, grant)
             self._streams[session_id].send(pb.AttachResponse(credits=credits_message(grant)))
 

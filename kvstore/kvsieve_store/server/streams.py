@@ -55,6 +55,11 @@ class SessionStream:
         """What listings and logs show; the whole id is a secret."""
         return self.session_id[:4].hex()
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is something to send that the engine has not made room for."""
+        return not self._outbox.empty()
+
     def send(self, message: pb.AttachResponse) -> None:
         self._outbox.put_nowait(message)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
@@ -249,11 +249,18 @@ class StoreState:
 
     # Time
 
-    def top_up(self, now: float) -> list[tuple[bytes, Grant]]:
-        """Grants what attached sessions lack to their credit target, as far as slots can be had."""
+    def top_up(self, now: float, but: Container[bytes] = ()) -> list[tuple[bytes, Grant]]:
+        """Grants what attached sessions lack to their credit target, as far as slots can be had.
+
+        but: ids of sessions that get nothing now.
+        """
         if self._draining:
             return []
-        short = [session for session in self._sessions.attached() if session.held < session.credits]
+        short = [
+            session
+            for session in self._sessions.attached()
+            if session.held < session.credits and session.session_id not in but
+        ]
         grants = [(session.session_id, self._top_up(session)) for session in short]
         return [(session_id, grant) for session_id, grant in grants if len(grant)]
 
