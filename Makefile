@@ -61,7 +61,8 @@ $(VENV)/.tools:
 	$(BIN)/pip install -q --disable-pip-version-check 'uv>=0.8'
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml | $(VENV)/.tools
+# A newer kvucx.c is built anew: it is the one part of kvsieve that is compiled.
+$(VENV)/.dev: pyproject.toml kvstore/kvsieve_store/transport/ucx/kvucx.c | $(VENV)/.tools
 	$(UV_INSTALL) -e '.[dev,bench]'
 	@touch $@
 

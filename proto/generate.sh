@@ -10,7 +10,7 @@ if [ "${1:-}" = --check ]; then
   trap 'rm -rf "$out"' EXIT
 fi
 "$python" -m grpc_tools.protoc -I. --python_out="$out" --pyi_out="$out" --grpc_python_out="$out" \
-  kvsieve/v1/store.proto kvsieve/v1/admin.proto
+  kvsieve/v1/store.proto kvsieve/v1/admin.proto kvsieve/v1/peer.proto
 if [ "$out" != . ]; then
   for f in "$out"/kvsieve/v1/*; do
     diff -u "kvsieve/v1/$(basename "$f")" "$f" || { echo "stale generated code: run 'make proto'" >&2; exit 1; }

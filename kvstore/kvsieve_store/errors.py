@@ -52,6 +52,16 @@ class UnavailableError(KVSieveError):
     code = grpc.StatusCode.UNAVAILABLE
 
 
+class LinkError(UnavailableError):
+    """The link to a peer store broke, or the peer did not answer in time. Trying again may help."""
+
+
+class DamagedError(KVSieveError):
+    """Bytes that came from a peer are not those that it sent off: their digest differs."""
+
+    code = grpc.StatusCode.DATA_LOSS
+
+
 class SettingsError(KVSieveError):
     """A setting is unknown or has no meaning. The message names it."""
 

@@ -28,6 +28,8 @@ that are still there, or has lost its session and knows it."""
 A_SIZE = "a size is expected, like 8GiB or 512MiB"
 NAME_SIZE = "NAME=SIZE is expected, like Qwen3-0.6B=8GiB"
 
+TRANSPORTS = ("shm", "ucx", "tcp")
+
 _OTHER_VARIABLES = re.compile(
     # Read by the CLI itself.
     r"KVSIEVE_(CONFIG|ENDPOINT)"
@@ -95,6 +97,20 @@ class StoreSettings(BaseModel):
     allow_insecure_tcp: bool = Field(
         False, description="Allow TCP addresses beyond loopback, without encryption or authentication."
     )
+    peer_listen: str = Field(
+        "", description="Address where other stores read blocks from this one, host:port; empty: nowhere."
+    )
+    peer_transports: str = Field(
+        "shm,ucx,tcp",
+        description="Ways to reach other stores, best first.",
+        json_schema_extra={"metavar": "LIST"},
+    )
+    ucx_tls: str = Field(
+        "^sm",
+        description="Transports that UCX may use, as UCX_TLS.",
+        min_length=1,
+        json_schema_extra={"metavar": "LIST"},
+    )
     http: str = Field(
         "127.0.0.1:9317", description="Address of /healthz, /readyz, /metrics, /status; empty: off."
     )
@@ -159,6 +175,16 @@ class StoreSettings(BaseModel):
                     f"listen: {address} is not a loopback address, and TCP here is neither encrypted nor "
                     "authenticated; to listen there all the same give --allow-insecure-tcp"
                 )
+        if not self.transports or not set(self.transports) <= set(TRANSPORTS):
+            raise ValueError(
+                f"peer_transports: {self.peer_transports!r} given, some of {','.join(TRANSPORTS)} required"
+            )
+        peer = self.peer_address
+        if peer is not None and not peer.is_loopback and not self.allow_insecure_tcp:
+            raise ValueError(
+                f"peer_listen: {peer.host_port} is not a loopback address, and blocks go there without "
+                "encryption; to listen there all the same give --allow-insecure-tcp"
+            )
         if self.http and not isinstance(_parse("http", self.http), TcpAddress):
             raise ValueError(f"http: {self.http!r} given, host:port required")
         return self
@@ -167,6 +193,21 @@ class StoreSettings(BaseModel):
     def addresses(self) -> tuple[UnixAddress | TcpAddress, ...]:
         """`listen`, parsed."""
         return tuple(_parse("listen", text) for text in self.listen)
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """`peer_transports`, parsed."""
+        return tuple(name.strip() for name in self.peer_transports.split(",") if name.strip())
+
+    @property
+    def peer_address(self) -> TcpAddress | None:
+        """`peer_listen`, parsed; None when no peers are served."""
+        if not self.peer_listen:
+            return None
+        address = _parse("peer_listen", self.peer_listen)
+        if not isinstance(address, TcpAddress):
+            raise ValueError(f"peer_listen: {self.peer_listen!r} given, host:port required")
+        return address
 
     @property
     def http_address(self) -> TcpAddress | None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from google.protobuf import json_format
 
-from kvsieve.v1 import store_pb2, store_pb2_grpc
+from kvsieve.v1 import peer_pb2, store_pb2, store_pb2_grpc
 from kvsieve_store.protocol.spec import PoolSpec
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -23,10 +23,16 @@ PROTO = Path(store_pb2.__file__).parents[2]
 MESSAGES: list[dict[str, Any]] = json.loads((GOLDEN / "messages.json").read_text())
 POOL_IDS: list[dict[str, Any]] = json.loads((GOLDEN / "pool_ids.json").read_text())
 
+KINDS = {
+    name: getattr(module, name)
+    for module in (store_pb2, peer_pb2)
+    for name in module.DESCRIPTOR.message_types_by_name
+}
+
 
 @pytest.mark.parametrize("vector", MESSAGES, ids=[vector["message"] for vector in MESSAGES])
 def test_recorded_bytes_mean_the_same_and_are_written_the_same(vector: dict[str, Any]) -> None:
-    kind = getattr(store_pb2, vector["message"])
+    kind = KINDS[vector["message"]]
     recorded = bytes.fromhex(vector["hex"])
     message = kind.FromString(recorded)
     assert message == json_format.ParseDict(vector["fields"], kind())
@@ -37,7 +43,7 @@ def test_every_field_of_every_message_is_recorded() -> None:
     recorded = {(vector["message"], field) for vector in MESSAGES for field in vector["fields"]}
     assert recorded == {
         (message.name, field.name)
-        for message in store_pb2.DESCRIPTOR.message_types_by_name.values()
+        for message in (kind.DESCRIPTOR for kind in KINDS.values())
         for field in message.fields
     }
 

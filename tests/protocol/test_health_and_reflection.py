@@ -65,6 +65,7 @@ async def test_reflection_lists_the_services(engine: Engine) -> None:
     assert {service.name for service in listed.list_services_response.service} == {
         "kvsieve.v1.Store",
         "kvsieve.v1.Admin",
+        "kvsieve.v1.Peer",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }

@@ -77,6 +77,8 @@ def _option(name: str, field: FieldInfo) -> Any:
 
 def _metavar(field: FieldInfo) -> str:
     """What a flag takes, by the type of its setting."""
+    if isinstance(field.json_schema_extra, dict) and "metavar" in field.json_schema_extra:
+        return str(field.json_schema_extra["metavar"])
     origin, kinds = get_origin(field.annotation), get_args(field.annotation) or (field.annotation,)
     if origin is Literal:
         return "|".join(kinds)

@@ -4,7 +4,16 @@ from kvsieve_store.client.admin import AdminClient
 from kvsieve_store.client.arena_map import ArenaMap
 from kvsieve_store.client.arena_memory import ArenaMemory
 from kvsieve_store.client.async_client import AsyncStoreClient
-from kvsieve_store.client.handles import Attachment, ClientState, Held, Match, SealEntry, SealResult, SlotRef
+from kvsieve_store.client.handles import (
+    Attachment,
+    ClientState,
+    Held,
+    Match,
+    Pulled,
+    SealEntry,
+    SealResult,
+    SlotRef,
+)
 from kvsieve_store.client.store_client import StoreClient
 
 __all__ = [
@@ -16,6 +25,7 @@ __all__ = [
     "ClientState",
     "Held",
     "Match",
+    "Pulled",
     "SealEntry",
     "SealResult",
     "SlotRef",

@@ -18,7 +18,16 @@ from kvsieve_store.client.backoff import LONGEST_SECONDS, Backoff
 from kvsieve_store.client.batches import check_entries, join_keys
 from kvsieve_store.client.channel import CHANNEL_OPTIONS
 from kvsieve_store.client.endpoint import grpc_target
-from kvsieve_store.client.handles import Attachment, ClientState, Held, Match, SealEntry, SealResult, SlotRef
+from kvsieve_store.client.handles import (
+    Attachment,
+    ClientState,
+    Held,
+    Match,
+    Pulled,
+    SealEntry,
+    SealResult,
+    SlotRef,
+)
 from kvsieve_store.client.session import Session, Terms
 from kvsieve_store.errors import (
     CapacityError,
@@ -141,6 +150,18 @@ class AsyncStoreClient:
         if self.state is ClientState.DRAINING:
             raise UnavailableError(f"the store at {self.endpoint} is draining")
         return await session.match(joined) if joined else Match()
+
+    async def pull(
+        self, source: str, keys: bytes | Sequence[bytes], *, parent: bytes = b"", seconds: float = 30.0
+    ) -> Pulled:
+        """Lets the store bring blocks from another one, in the order of the keys (a chain, at most 4,096).
+
+        source: control address of the other store. parent: key of the block before the first; empty for the
+        first of a chain. seconds: the longest that it may take; what has come by then stays.
+        Raises InvalidRequestError, CapacityError (too many pulls), UnavailableError (nothing came; the store's or
+        the peer's reason).
+        """
+        return await self._live().pull(source, join_keys(keys), parent, seconds)
 
     @overload
     async def seal(

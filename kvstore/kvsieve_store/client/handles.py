@@ -125,6 +125,22 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class Pulled:
+    """What a pull did. Nothing of it is leased: match() says what is there.
+
+    present: how many of the keys, from the first on, the store has now.
+    pulled: of these, brought by this call.
+    damaged: blocks that came with the wrong bytes and were not taken.
+    reason: why it is not all of them; empty if it is.
+    """
+
+    present: int
+    pulled: int
+    damaged: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Attachment:
     """All that a process needs to map the arena (ArenaMap). Picklable, and holds no secret.
 

@@ -10,12 +10,23 @@ from typing import Any, TypeVar
 
 import grpc
 
+from kvsieve.v1 import peer_pb2
 from kvsieve.v1 import store_pb2 as pb
+from kvsieve.v1.peer_pb2_grpc import PeerStub
 from kvsieve.v1.store_pb2_grpc import StoreStub
 from kvsieve_store.client import batches
 from kvsieve_store.client.channel import call_error
 from kvsieve_store.client.credits import Credits
-from kvsieve_store.client.handles import Attachment, Held, Match, SealEntry, SealResult, SlotRef, SlotRefs
+from kvsieve_store.client.handles import (
+    Attachment,
+    Held,
+    Match,
+    Pulled,
+    SealEntry,
+    SealResult,
+    SlotRef,
+    SlotRefs,
+)
 from kvsieve_store.errors import KVSieveError, NotFoundError, PoolMismatchError, UnavailableError
 from kvsieve_store.protocol.limits import KEY_BYTES, MAX_BATCH
 
@@ -46,7 +57,9 @@ class Session:
     what the store did is unknown then, and only a new session makes both sides agree again.
     """
 
-    def __init__(self, stub: StoreStub, stream: Any, welcome: pb.Welcome, terms: Terms, epoch: int) -> None:
+    def __init__(
+        self, stubs: tuple[StoreStub, PeerStub], stream: Any, welcome: pb.Welcome, terms: Terms, epoch: int
+    ) -> None:
         self.attachment = Attachment.of(welcome, epoch)
         self.credits = Credits()
         self.credits.grant(welcome.credits)
@@ -58,7 +71,7 @@ class Session:
         if self._lease_ms:
             # Two heartbeats may come late before a lease runs out.
             self._beat_seconds = min(self._beat_seconds, self._lease_ms / 3000)
-        self._stub = stub
+        self._stub, self._peers = stubs
         self._stream = stream
         self._terms = terms
         self._calls: set[Any] = set()
@@ -86,7 +99,8 @@ class Session:
         if message is grpc.aio.EOF or message.WhichOneof("message") != "welcome":
             stream.cancel()
             raise UnavailableError(f"Attach: no Welcome from the store at {terms.endpoint}")
-        return Session(stub, stream, message.welcome, terms, epoch)
+        peers = PeerStub(channel)  # type: ignore[no-untyped-call]
+        return Session((stub, peers), stream, message.welcome, terms, epoch)
 
     async def run(self, on_draining: Callable[[], None]) -> KVSieveError:
         """Reads the stream and sends heartbeats until the session has ended; returns why."""
@@ -158,6 +172,18 @@ class Session:
         """More credits now; returns how many. Goes on when the caller is cancelled."""
         return await asyncio.shield(self._keep(self._reserve(count)))
 
+    async def pull(self, source: str, keys: bytes, parent: bytes, seconds: float) -> Pulled:
+        """Blocks of another store into this one. One that is cancelled ends it there as well."""
+        request = peer_pb2.PullRequest(
+            session_id=self._id,
+            source=source,
+            keys=keys,
+            parent=parent,
+            timeout_ms=max(int(seconds * 1000), 1),
+        )
+        reply = await self._call("Pull", self._peers.Pull, request, seconds=seconds + self._terms.timeout)
+        return Pulled(reply.present, reply.pulled, reply.damaged, reply.reason)
+
     async def _match(self, keys: bytes) -> Match:
         slots: list[int] = []
         generations: list[int] = []
@@ -217,11 +243,13 @@ class Session:
                 break
         return granted
 
-    async def _call(self, name: str, method: Any, request: Any, moves_slots: bool = False) -> Any:
+    async def _call(
+        self, name: str, method: Any, request: Any, moves_slots: bool = False, seconds: float | None = None
+    ) -> Any:
         """One unary call with a deadline. Raises errors of kvsieve_store.errors only."""
         if self._ended.done():
             raise self._over()
-        call = method(request, timeout=self._terms.timeout)
+        call = method(request, timeout=seconds or self._terms.timeout)
         self._calls.add(call)
         try:
             return await call

@@ -12,7 +12,16 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, overload
 
 from kvsieve_store.client.async_client import AsyncStoreClient
-from kvsieve_store.client.handles import Attachment, ClientState, Held, Match, SealEntry, SealResult, SlotRef
+from kvsieve_store.client.handles import (
+    Attachment,
+    ClientState,
+    Held,
+    Match,
+    Pulled,
+    SealEntry,
+    SealResult,
+    SlotRef,
+)
 from kvsieve_store.errors import KVSieveError, UnavailableError
 from kvsieve_store.protocol.spec import PoolSpec
 
@@ -117,6 +126,17 @@ class StoreClient:
             lambda: self._core.match(keys),
             unread=lambda match: self._give_back(match.lease_ids, (), match.epoch),
         )
+
+    def pull(
+        self, source: str, keys: bytes | Sequence[bytes], *, parent: bytes = b"", seconds: float = 30.0
+    ) -> Pulled:
+        """Lets the store bring blocks from another one; see AsyncStoreClient.pull()."""
+        return self._wait(self.pull_async(source, keys, parent=parent, seconds=seconds))
+
+    def pull_async(
+        self, source: str, keys: bytes | Sequence[bytes], *, parent: bytes = b"", seconds: float = 30.0
+    ) -> Future[Pulled]:
+        return self._submit(lambda: self._core.pull(source, keys, parent=parent, seconds=seconds))
 
     @overload
     def seal(

@@ -15,6 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from kvsieve_store.errors import CapacityError
 from kvsieve_store.protocol.spec import Plane, PoolSpec
 
@@ -91,6 +94,13 @@ class ExtentLayout:
         """Offset of a slot from the start of the arena, extents laid end to end."""
         extent, i = divmod(slot, self.slots_per_extent)
         return extent * self.extent_bytes + self.slots_offset + i * self.slot_bytes
+
+    def slot_addresses(self, slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
+        """slot_address() of each, [n] uint64."""
+        extent, i = np.divmod(slots.astype(np.int64), self.slots_per_extent)
+        found = extent * self.extent_bytes + self.slots_offset + i * self.slot_bytes
+        addresses: npt.NDArray[np.uint64] = found.astype(np.uint64)
+        return addresses
 
     def header_address(self, slot: int) -> int:
         """Offset of a slot's header from the start of the arena."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from kvsieve.v1 import store_pb2 as pb
 from kvsieve_store import __version__
 from kvsieve_store.arena import Arena, SessionLock
 from kvsieve_store.errors import KVSieveError, UnavailableError
+from kvsieve_store.protocol.layout import ExtentLayout
 from kvsieve_store.protocol.limits import (
     MAX_BATCH,
     MAX_CREDITS,
@@ -24,12 +27,31 @@ from kvsieve_store.protocol.spec import PoolSpec
 from kvsieve_store.server.clock import Clock
 from kvsieve_store.server.streams import SessionStream, credits_message
 from kvsieve_store.settings import StoreSettings
-from kvsieve_store.state import Grant, StateSettings, StoreState
+from kvsieve_store.state import Grant, Session, StateSettings, StoreState
+
+if TYPE_CHECKING:
+    from kvsieve_store.peers.peers import Peers
 
 _log = logging.getLogger(__name__)
 
 _DRAIN_POLL_SECONDS = 0.05
 _HEARTBEATS_PER_TIMEOUT = 4
+
+
+@dataclass(frozen=True, eq=False)
+class InnerSession:
+    """A session of the store's own."""
+
+    session: Session
+
+    @property
+    def session_id(self) -> bytes:
+        return self.session.session_id
+
+    @property
+    def layout(self) -> ExtentLayout:
+        """Of its pool."""
+        return self.session.layout
 
 
 class Core:
@@ -41,6 +63,7 @@ class Core:
     has_fencing: set while ended sessions wait for their lock file.
     draining: set once a drain has begun.
     stop_requested: set when the process is to end.
+    peers: other stores; None until the store is ready.
     """
 
     def __init__(
@@ -78,6 +101,8 @@ class Core:
         self._drain: asyncio.Task[int] | None = None
         self._streams: dict[bytes, SessionStream] = {}
         self._locks: dict[bytes, SessionLock] = {}
+        self._inner: dict[bytes, InnerSession] = {}
+        self.peers: Peers | None = None
 
     def now(self) -> float:
         """Monotonic seconds, without those in which the process stood still."""
@@ -151,6 +176,45 @@ class Core:
         else:
             self.has_fencing.clear()
 
+    # Sessions of the store's own
+
+    def open_inner_session(self, spec: PoolSpec, name: str) -> InnerSession:
+        """A session without an engine: its slots and leases are touched by this process alone. It has no
+        credits and no time-out, and lasts until end_inner_session(). name: in listings. Raises as
+        open_session()."""
+        if reason := self.why_not_ready():
+            raise UnavailableError(reason)
+        session, _ = self.state.attach(
+            spec,
+            engine_id=name[:256],
+            client=f"kvsieve-store/{__version__}",
+            pid=os.getpid(),
+            credit_target=0,
+            session_id=secrets.token_bytes(SESSION_ID_BYTES),
+            now=self.now(),
+        )
+        inner = InnerSession(session)
+        self._inner[session.session_id] = inner
+        return inner
+
+    def reserve_inner(self, inner: InnerSession, count: int) -> Grant:
+        """Slots for it, as many as can be had."""
+        grant = self.state.reserve(inner.session_id, count, self.now())
+        if len(grant):
+            self.arena.write_generations(inner.layout, grant.slots, grant.generations)
+        return grant
+
+    def give_back_inner(self, inner: InnerSession, grant: Grant) -> None:
+        """Takes slots back that nobody writes to any more."""
+        self.state.release(inner.session_id, (), grant.slots, grant.generations, self.now())
+
+    def end_inner_session(self, inner: InnerSession) -> None:
+        """Gives back its slots and leases, which nobody may touch any more. Does nothing when it has
+        ended."""
+        if self._inner.pop(inner.session_id, None) is not None:
+            self.state.end_session(inner.session_id, self.now())
+            self.state.fenced(inner.session_id)
+
     # Grants
 
     def prepare(self, session_id: bytes, grant: Grant) -> None:
@@ -165,6 +229,8 @@ class Core:
         if lost := self._clock.tick():
             _log.warning("the store stood still for %.1f s; its engines get that time back", lost)
         now = self.now()
+        for inner in self._inner.values():
+            self.state.heartbeat(inner.session_id, list(inner.session.leases), now)
         for session_id in self.state.tick(now):
             self.end_session(session_id, f"silent for {self.settings.session_timeout:g} s")
         for session_id, grant in self.state.top_up(now):

@@ -13,6 +13,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from kvsieve_store import __version__
+from kvsieve_store.peers.peers import Peers
 from kvsieve_store.server.core import Core
 
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
@@ -57,6 +58,41 @@ class StateCollector(Collector):
         yield from self._store()
         yield from self._pools()
         yield from self._counters()
+        if self._core.peers is not None:
+            yield from self._peers(self._core.peers)
+
+    def _peers(self, peers: Peers) -> Iterator[Metric]:
+        for name, help_text, value in (
+            ("kvsieve_peer_offers", "Offers that other stores may read now.", len(peers.offers)),
+            ("kvsieve_peer_connections", "Connections of other stores.", peers.plane.links),
+            ("kvsieve_peer_pulls", "Pulls under way.", peers.puller.pulls),
+        ):
+            yield GaugeMetricFamily(name, help_text, value=value)
+        yield CounterMetricFamily(
+            "kvsieve_peer_offered_blocks", "Blocks offered to other stores.", value=peers.offers.blocks
+        )
+        read = CounterMetricFamily(
+            "kvsieve_peer_read_bytes", "Bytes read from other stores.", labels=["peer", "transport"]
+        )
+        seconds = CounterMetricFamily(
+            "kvsieve_peer_read_seconds", "Time that reads took.", labels=["peer", "transport"]
+        )
+        pulled, damaged, failures = (
+            CounterMetricFamily(f"kvsieve_peer_{name}", help_text, labels=["peer"])
+            for name, help_text in (
+                ("pulled_blocks", "Blocks pulled from other stores."),
+                ("damaged_blocks", "Blocks that came with another digest, and were not taken."),
+                ("link_failures", "Links to other stores that broke or were not to be had in time."),
+            )
+        )
+        for peer, counters in peers.links.counters().items():
+            for transport, count in counters.bytes.items():
+                read.add_metric([peer, transport], count)
+                seconds.add_metric([peer, transport], counters.seconds[transport])
+            pulled.add_metric([peer], counters.pulled)
+            damaged.add_metric([peer], counters.damaged)
+            failures.add_metric([peer], counters.failures)
+        yield from (read, seconds, pulled, damaged, failures)
 
     def _store(self) -> Iterator[Metric]:
         core, totals = self._core, self._core.state.totals()

@@ -12,17 +12,20 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvsieve.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
+from kvsieve.v1 import admin_pb2, admin_pb2_grpc, peer_pb2, peer_pb2_grpc, store_pb2, store_pb2_grpc
 from kvsieve_store import __version__
 from kvsieve_store.addresses import TcpAddress, UnixAddress
 from kvsieve_store.arena import Arena
 from kvsieve_store.errors import SettingsError, UnavailableError
+from kvsieve_store.peers.peers import Peers
+from kvsieve_store.peers.plane import DataPlane
 from kvsieve_store.server import sockets
 from kvsieve_store.server.admin_service import AdminService
 from kvsieve_store.server.core import Core
 from kvsieve_store.server.http import HttpServer
 from kvsieve_store.server.interceptor import CallInterceptor
 from kvsieve_store.server.metrics import RpcMetrics, registry_of
+from kvsieve_store.server.peer_service import PeerService
 from kvsieve_store.server.store_service import StoreService
 from kvsieve_store.settings import StoreSettings
 from kvsieve_store.sizes import exact_size
@@ -41,6 +44,7 @@ _GRPC_OPTIONS = (
 _SERVICES = (
     store_pb2.DESCRIPTOR.services_by_name["Store"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
+    peer_pb2.DESCRIPTOR.services_by_name["Peer"].full_name,
 )
 
 
@@ -120,6 +124,7 @@ class Store:
         self._exits.push_async_callback(self._end_prefault)
         core = self._core = Core(settings, arena, self._stop_requested)
         self._exits.callback(core.close)
+        self._exits.push_async_callback(self._end_peers, core)
         registry = registry_of(core)
         if settings.http_address is not None:
             http = HttpServer(core, registry)
@@ -143,6 +148,7 @@ class Store:
         await self._set_health(serving=False)
         store_pb2_grpc.add_StoreServicer_to_server(StoreService(core), server)  # type: ignore[no-untyped-call]
         admin_pb2_grpc.add_AdminServicer_to_server(AdminService(core), server)  # type: ignore[no-untyped-call]
+        peer_pb2_grpc.add_PeerServicer_to_server(PeerService(core), server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
             (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
@@ -177,6 +183,8 @@ class Store:
         )
         try:
             await asyncio.shield(self._prefault)
+            plane = await asyncio.to_thread(DataPlane, self.settings, arena)
+            core.peers = Peers(core, plane)
         except Exception as error:
             self._failure = error
             self._ready.set()
@@ -196,6 +204,10 @@ class Store:
         if self._prefault is not None:
             await asyncio.wait([self._prefault])
 
+    async def _end_peers(self, core: Core) -> None:
+        if core.peers is not None:
+            await core.peers.close()
+
     async def _set_health(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse
         for service in ("", *_SERVICES):
@@ -206,6 +218,8 @@ class Store:
             await asyncio.sleep(_TICK_SECONDS)
             try:
                 core.tick()
+                if core.peers is not None:
+                    await core.peers.tick()
             except Exception:
                 _log.exception("the tick failed")
 

@@ -146,6 +146,17 @@ class StoreState:
         """Ids of the sessions that wait for fenced()."""
         return [session.session_id for session in self._sessions.fencing()]
 
+    def session(self, session_id: bytes) -> Session:
+        """An attached session. Raises NotFoundError."""
+        return self._sessions.get(session_id)
+
+    def spec_of(self, pool_id: bytes) -> PoolSpec:
+        """The spec of the pool with this id. Raises NotFoundError."""
+        for pool in self._pools.values():
+            if pool.pool_id == pool_id:
+                return pool.spec
+        raise NotFoundError(f"pool_id: there is no pool {pool_id[:32].hex()!r}")
+
     # Blocks
 
     def match(self, session_id: bytes, keys: bytes, lease_ms: int, now: float) -> Match:

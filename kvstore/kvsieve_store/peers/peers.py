@@ -1,0 +1,30 @@
+"""Peers: all that a store has to do with other stores."""
+
+from __future__ import annotations
+
+from kvsieve_store.peers.links import PeerLinks
+from kvsieve_store.peers.offers import Offers
+from kvsieve_store.peers.plane import DataPlane
+from kvsieve_store.peers.pull import Puller
+from kvsieve_store.server.core import Core
+
+
+class Peers:
+    """Runs in the event loop's thread; made once the store is ready."""
+
+    def __init__(self, core: Core, plane: DataPlane) -> None:
+        self.plane = plane
+        self.links = PeerLinks(plane)
+        self.offers = Offers(core, plane)
+        self.puller = Puller(core, plane, self.links)
+
+    async def tick(self) -> None:
+        """Once a second."""
+        self.offers.tick()
+        await self.links.close_idle()
+
+    async def close(self) -> None:
+        """Returns once nobody touches the arena any more."""
+        await self.puller.close()
+        await self.links.close()
+        self.plane.close()

@@ -1,0 +1,83 @@
+"""PullPlan: what one pull still has to do. No I/O, no clock."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Step = Literal["offer", "read", "done"]
+
+
+class PullPlan:
+    """Blocks come in the order of their keys, so one number says how far it is.
+
+    total: keys asked for. present: of these, from the first on, that this store has. pulled: of these,
+    brought by this pull. damaged: blocks whose bytes were not taken. reason: why it is over before all are
+    there. A method that raises AssertionError was called out of turn.
+    """
+
+    def __init__(self, total: int, *, batch: int, attempts: int) -> None:
+        """batch: most blocks of one read. attempts: failures in a row after which it is over."""
+        self.total = total
+        self.present = 0
+        self.pulled = 0
+        self.damaged = 0
+        self.reason = ""
+        self._batch = batch
+        self._attempts = attempts
+        self._left = attempts
+        self._offered = 0  # keys up to this one can be read
+        self._bad_at = -1
+
+    @property
+    def step(self) -> Step:
+        """What comes next."""
+        if self.reason or self.present == self.total:
+            return "done"
+        return "read" if self.present < self._offered else "offer"
+
+    def found(self, count: int) -> None:
+        """`count` more keys are here already."""
+        assert not self.pulled
+        assert self.present + count <= self.total
+        self.present += count
+        self._offered = max(self._offered, self.present)
+
+    def offered(self, count: int) -> None:
+        """The peer has the next `count` keys; none ends the pull."""
+        assert self.step == "offer"
+        assert count <= self.total - self.present
+        self._offered = self.present + count
+        if not count:
+            self.reason = "the other store has no more of them"
+
+    def next_batch(self) -> int:
+        """How many blocks to read now."""
+        assert self.step == "read"
+        return min(self._batch, self._offered - self.present)
+
+    def landed(self, asked: int, good: int) -> None:
+        """Of `asked` blocks that were read, the first `good` are sound and sealed; the one after them is
+        damaged. A block that is damaged twice ends the pull."""
+        assert self.step == "read"
+        assert 0 <= good <= asked <= self._offered - self.present
+        self.present += good
+        self.pulled += good
+        if good:
+            self._left = self._attempts
+        if good < asked:
+            self.damaged += 1
+            if self._bad_at == self.present:
+                self.reason = "a block came damaged twice"
+            self._bad_at = self.present
+
+    def broke(self, reason: str) -> None:
+        """The peer was not reached, or the link to it broke: what it had offered has to be offered anew."""
+        assert self.step != "done"
+        self._offered = self.present
+        self._left -= 1
+        if not self._left:
+            self.reason = reason
+
+    def stop(self, reason: str) -> None:
+        """It can't go on."""
+        self.reason = self.reason or reason

@@ -1,0 +1,289 @@
+"""Pull: brings blocks from another store."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+
+from kvsieve.v1 import peer_pb2 as pb
+from kvsieve.v1 import peer_pb2_grpc
+from kvsieve_store.addresses import TcpAddress, UnixAddress, parse_address
+from kvsieve_store.client.backoff import Backoff
+from kvsieve_store.client.channel import CHANNEL_OPTIONS, call_error
+from kvsieve_store.errors import CapacityError, InvalidRequestError, KVSieveError, LinkError, UnavailableError
+from kvsieve_store.peers.links import PeerLinks
+from kvsieve_store.peers.plan import PullPlan
+from kvsieve_store.peers.plane import DIGEST_BYTES, DataPlane
+from kvsieve_store.protocol.limits import KEY_BYTES, MAX_BATCH
+from kvsieve_store.server.core import Core, InnerSession
+from kvsieve_store.state import Grant
+from kvsieve_store.transport.description import Description
+from kvsieve_store.transport.memory import U64Array
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+BATCH_BYTES = 32 << 20
+"""Of one read: a link is shared by turns of so many."""
+
+READ_SECONDS = 15.0
+"""For one read of a batch, or one call of the peer."""
+
+OFFER_MS = 120_000
+ATTEMPTS = 4
+MAX_PULLS = 64
+MAX_SOURCE = 256
+MAX_TIMEOUT_MS = 600_000
+
+_NO_KEY = bytes(KEY_BYTES)
+
+
+class Puller:
+    """Runs in the event loop's thread. Slots that a read may write to belong to a session of the store's own,
+    and are given to nobody else before the read is known to be over."""
+
+    def __init__(self, core: Core, plane: DataPlane, links: PeerLinks) -> None:
+        self._core = core
+        self._plane = plane
+        self._links = links
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self.pulls = 0
+        """Under way."""
+
+    async def pull(self, request: pb.PullRequest) -> pb.PullResponse:
+        """Raises what kvsieve.v1.Peer.Pull says."""
+        session = self._core.state.session(request.session_id)
+        keys = _keys(request)
+        target = self._target(request.source)
+        if self.pulls >= MAX_PULLS:
+            raise CapacityError(f"pulls: {MAX_PULLS} are under way, the most; try again later")
+        inner = self._core.open_inner_session(session.pool.spec, f"peer (pull from {request.source})")
+        self.pulls += 1
+        pull = _Pull(self, inner, session.pool_id, request.source, target, keys, request.parent)
+        try:
+            async with asyncio.timeout(request.timeout_ms / 1000):
+                await pull.run()
+        except TimeoutError:
+            pull.plan.stop(f"timeout_ms: {request.timeout_ms} ms have passed")
+        finally:
+            self.pulls -= 1
+            self._core.end_inner_session(inner)
+        plan = pull.plan
+        counters = self._links.counters_of(request.source)
+        counters.pulled += plan.pulled
+        counters.damaged += plan.damaged
+        if pull.error is not None and not plan.present:
+            raise UnavailableError(f"pull from {request.source}: {plan.reason}")
+        return pb.PullResponse(
+            present=plan.present, pulled=plan.pulled, damaged=plan.damaged, reason=plan.reason
+        )
+
+    def stub(self, target: str) -> Any:
+        """Of a peer's control plane."""
+        if target not in self._channels:
+            self._channels[target] = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        return peer_pb2_grpc.PeerStub(self._channels[target])  # type: ignore[no-untyped-call]
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+
+    def _target(self, source: str) -> str:
+        """What gRPC connects to. Raises InvalidRequestError."""
+        if not 1 <= len(source) <= MAX_SOURCE:
+            raise InvalidRequestError(f"source: {len(source)} characters given, 1 to {MAX_SOURCE} allowed")
+        try:
+            address = parse_address(source)
+        except ValueError as error:
+            raise InvalidRequestError(f"source: {error}") from None
+        if isinstance(address, UnixAddress):
+            return address.grpc_target
+        assert isinstance(address, TcpAddress)
+        if not address.is_loopback and not self._core.settings.allow_insecure_tcp:
+            raise InvalidRequestError(
+                f"source: {source} is not a loopback address, and TCP here is neither encrypted nor "
+                "authenticated; to pull from there all the same start the store with --allow-insecure-tcp"
+            )
+        return address.host_port
+
+    async def in_thread(self, call: Any, *arguments: Any) -> Any:
+        """Waits for the thread even when it is cancelled: what it reads must not change under it."""
+        future = asyncio.get_running_loop().run_in_executor(self._plane.threads, call, *arguments)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            with suppress(Exception):
+                await asyncio.shield(future)
+            raise
+
+
+class _Pull:
+    """One of them."""
+
+    def __init__(
+        self,
+        puller: Puller,
+        inner: InnerSession,
+        pool_id: bytes,
+        source: str,
+        target: str,
+        keys: Sequence[bytes],
+        parent: bytes,
+    ) -> None:
+        self._puller = puller
+        self._core, self._plane, self._links = puller._core, puller._plane, puller._links
+        self._inner = inner
+        self._pool_id = pool_id
+        self._source = source
+        self._stub = puller.stub(target)
+        self._keys = keys
+        self._parents = [parent or _NO_KEY, *keys]
+        self._offer = pb.OfferResponse()
+        self._first = 0
+        self._description: Description | None = None
+        self._backoff = Backoff(random.Random())
+        slot_bytes = inner.layout.slot_bytes
+        batch = max(1, min(BATCH_BYTES // slot_bytes, MAX_BATCH))
+        self.plan = PullPlan(len(keys), batch=batch, attempts=ATTEMPTS)
+        self.error: KVSieveError | None = None
+
+    async def run(self) -> None:
+        """To the end of the plan; errors of the peer's end it as its reason."""
+        core, plan = self._core, self.plan
+        here = core.state.match(self._inner.session_id, b"".join(self._keys), 0, core.now())
+        plan.found(len(here.slots))
+        try:
+            while plan.step != "done":
+                try:
+                    await (self._ask() if plan.step == "offer" else self._read())
+                except LinkError as error:
+                    await self._again(error)
+                except UnavailableError as error:
+                    await self._again(error)
+                except KVSieveError as error:
+                    self.error = error
+                    plan.stop(str(error))
+        finally:
+            await asyncio.shield(self._withdraw())
+
+    async def _again(self, error: KVSieveError) -> None:
+        self.error = error
+        self.plan.broke(str(error))
+        _log.info("pull from %s: %s", self._source, error)
+        await self._withdraw()
+        if self.plan.step != "done":
+            await asyncio.sleep(self._backoff.wait())
+
+    async def _ask(self) -> None:
+        await self._withdraw()
+        self._first = self.plan.present
+        request = pb.OfferRequest(
+            pool_id=self._pool_id,
+            keys=b"".join(self._keys[self._first :]),
+            lease_ms=OFFER_MS,
+            digests=True,
+        )
+        offer = await self._call("Offer", self._stub.Offer(request, timeout=READ_SECONDS))
+        self._offer = offer
+        slot_bytes = self._inner.layout.slot_bytes
+        if offer.blocks:
+            if not (
+                offer.blocks <= len(self._keys) - self._first
+                and offer.slot_bytes == slot_bytes
+                and len(offer.digests) == offer.blocks * DIGEST_BYTES
+                and len(offer.token) == 16
+            ):
+                raise InvalidRequestError(
+                    f"offer: {offer.blocks} blocks of {offer.slot_bytes} bytes, {len(offer.digests)} bytes "
+                    f"of digests; {slot_bytes} bytes a block expected"
+                )
+            self._description = Description.of(offer.description)
+        self.plan.offered(offer.blocks)
+
+    async def _read(self) -> None:
+        """One batch: slots, bytes, digests, seal."""
+        core, plan = self._core, self.plan
+        grant = core.reserve_inner(self._inner, plan.next_batch())
+        count = len(grant)
+        if not count:
+            plan.stop("slots: none is free, and none can be freed")
+            return
+        try:
+            at = plan.present - self._first
+            size = self._inner.layout.slot_bytes
+            ranges = np.zeros((count, 3), np.uint64)
+            ranges[:, 0] = np.arange(at, at + count)
+            ranges[:, 2] = size
+            into = self._inner.layout.slot_addresses(grant.slots)
+            assert self._description is not None
+            await self._links.read(
+                self._source, self._description, self._offer.token, ranges, into, READ_SECONDS
+            )
+            wanted = self._offer.digests[at * DIGEST_BYTES : (at + count) * DIGEST_BYTES]
+            good = await self._puller.in_thread(_sound, self._plane, into, size, wanted)
+        except BaseException:
+            core.give_back_inner(self._inner, grant)
+            raise
+        self._seal(grant, good)
+        plan.landed(count, good)
+        if good:
+            self._backoff.reset()
+
+    def _seal(self, grant: Grant, good: int) -> None:
+        first = self.plan.present
+        if good:
+            self._core.state.seal(
+                self._inner.session_id,
+                b"".join(self._keys[first : first + good]),
+                b"".join(self._parents[first : first + good]),
+                grant.slots[:good],
+                grant.generations[:good],
+                self._core.now(),
+            )
+        self._core.give_back_inner(self._inner, Grant(grant.slots[good:], grant.generations[good:]))
+
+    async def _withdraw(self) -> None:
+        offer, self._offer = self._offer, pb.OfferResponse()
+        if offer.token:
+            with suppress(KVSieveError):  # it runs out by itself
+                withdraw = pb.WithdrawRequest(token=offer.token)
+                await self._call("Withdraw", self._stub.Withdraw(withdraw, timeout=READ_SECONDS))
+
+    async def _call(self, name: str, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise call_error(error, name, self._source) from None
+
+
+def _keys(request: pb.PullRequest) -> list[bytes]:
+    raw: bytes = request.keys
+    count, rest = divmod(len(raw), KEY_BYTES)
+    if rest or not 1 <= count <= MAX_BATCH:
+        raise InvalidRequestError(
+            f"keys: {len(raw)} bytes given, 1 to {MAX_BATCH} keys of {KEY_BYTES} bytes allowed"
+        )
+    if len(request.parent) not in (0, KEY_BYTES):
+        raise InvalidRequestError(f"parent: {len(request.parent)} bytes given, 0 or {KEY_BYTES} allowed")
+    if not 1 <= request.timeout_ms <= MAX_TIMEOUT_MS:
+        raise InvalidRequestError(f"timeout_ms: {request.timeout_ms} given, 1 to {MAX_TIMEOUT_MS} allowed")
+    keys = [raw[i : i + KEY_BYTES] for i in range(0, len(raw), KEY_BYTES)]
+    if _NO_KEY in keys:
+        raise InvalidRequestError(f"keys[{keys.index(_NO_KEY)}]: all zero, which stands for no block")
+    return keys
+
+
+def _sound(plane: DataPlane, offsets: U64Array, size: int, wanted: bytes) -> int:
+    """How many blocks, from the first on, have the digests that they should have."""
+    for i, offset in enumerate(offsets.tolist()):
+        if plane.digest(offset, size) != wanted[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]:
+            return i
+    return len(offsets)

@@ -1,0 +1,40 @@
+"""kvsieve.v1.Peer: what other stores ask, and engines that want another store's blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from kvsieve.v1 import peer_pb2 as pb
+from kvsieve.v1 import peer_pb2_grpc
+from kvsieve_store.errors import UnavailableError
+from kvsieve_store.peers.peers import Peers
+from kvsieve_store.server.core import Core
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PeerService(peer_pb2_grpc.PeerServicer):
+    """Handlers raise errors of kvsieve_store.errors; the interceptor maps them."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    async def Offer(self, request: pb.OfferRequest, context: Context) -> pb.OfferResponse:
+        return await self._peers.offers.offer(request)
+
+    async def Withdraw(self, request: pb.WithdrawRequest, context: Context) -> pb.WithdrawResponse:
+        if self._core.peers is not None:  # also while the store drains: it waits for the leases
+            self._core.peers.offers.withdraw(request.token)
+        return pb.WithdrawResponse()
+
+    async def Pull(self, request: pb.PullRequest, context: Context) -> pb.PullResponse:
+        return await self._peers.puller.pull(request)
+
+    @property
+    def _peers(self) -> Peers:
+        peers = self._core.peers
+        if peers is None or (reason := self._core.why_not_ready()):
+            raise UnavailableError(reason if peers else "the store is not ready yet; try again")
+        return peers

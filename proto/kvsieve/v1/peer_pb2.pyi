@@ -1,0 +1,67 @@
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Optional as _Optional
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class OfferRequest(_message.Message):
+    __slots__ = ("pool_id", "keys", "lease_ms", "digests")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    pool_id: bytes
+    keys: bytes
+    lease_ms: int
+    digests: bool
+    def __init__(self, pool_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., digests: bool = ...) -> None: ...
+
+class OfferResponse(_message.Message):
+    __slots__ = ("blocks", "token", "slot_bytes", "description", "digests")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    token: bytes
+    slot_bytes: int
+    description: bytes
+    digests: bytes
+    def __init__(self, blocks: _Optional[int] = ..., token: _Optional[bytes] = ..., slot_bytes: _Optional[int] = ..., description: _Optional[bytes] = ..., digests: _Optional[bytes] = ...) -> None: ...
+
+class WithdrawRequest(_message.Message):
+    __slots__ = ("token",)
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    token: bytes
+    def __init__(self, token: _Optional[bytes] = ...) -> None: ...
+
+class WithdrawResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("session_id", "source", "keys", "parent", "timeout_ms")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    source: str
+    keys: bytes
+    parent: bytes
+    timeout_ms: int
+    def __init__(self, session_id: _Optional[bytes] = ..., source: _Optional[str] = ..., keys: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class PullResponse(_message.Message):
+    __slots__ = ("present", "pulled", "damaged", "reason")
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
+    PULLED_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    present: int
+    pulled: int
+    damaged: int
+    reason: str
+    def __init__(self, present: _Optional[int] = ..., pulled: _Optional[int] = ..., damaged: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,95 @@
+"""PullPlan against a list of what happened."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvsieve_store.peers.plan import PullPlan
+
+ATTEMPTS = 3
+BATCH = 4
+
+
+class Pulling(RuleBasedStateMachine):
+    """here: blocks of this store, in order, "found" or "pulled". readable: so many more are offered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 12
+        self.plan = PullPlan(self.total, batch=BATCH, attempts=ATTEMPTS)
+        self.here: list[str] = []
+        self.readable = 0
+        self.failures = 0
+        self.bad = 0
+        self.over = False
+        self.last_bad = -1
+
+    @precondition(lambda self: not self.here and self.plan.step == "offer")
+    @rule(count=st.integers(0, 12))
+    def found(self, count: int) -> None:
+        self.plan.found(count)
+        self.here += ["found"] * count
+
+    @precondition(lambda self: self.plan.step == "offer")
+    @rule(share=st.floats(0, 1))
+    def offered(self, share: float) -> None:
+        self.readable = round(share * (self.total - len(self.here)))
+        self.plan.offered(self.readable)
+        self.over = self.over or not self.readable
+
+    @precondition(lambda self: self.plan.step == "read")
+    @rule(data=st.data())
+    def landed(self, data: st.DataObject) -> None:
+        most = self.plan.next_batch()
+        assert 1 <= most <= min(BATCH, self.readable)
+        asked = data.draw(st.integers(1, most))
+        good = data.draw(st.integers(0, asked))
+        self.plan.landed(asked, good)
+        self.here += ["pulled"] * good
+        self.readable -= good
+        if good:
+            self.failures = 0
+        if good < asked:
+            self.bad += 1
+            self.over = self.over or self.last_bad == len(self.here)
+            self.last_bad = len(self.here)
+
+    @precondition(lambda self: self.plan.step != "done")
+    @rule()
+    def broke(self) -> None:
+        self.plan.broke("it broke")
+        self.readable = 0
+        self.failures += 1
+        self.over = self.over or self.failures == ATTEMPTS
+
+    @precondition(lambda self: self.plan.step != "done")
+    @rule()
+    def stop(self) -> None:
+        self.plan.stop("stopped")
+        self.over = True
+
+    @precondition(lambda self: self.plan.step == "done")
+    @rule()
+    def over_is_over(self) -> None:
+        reason = self.plan.reason
+        if reason:
+            self.plan.stop("later")
+        assert self.plan.reason == reason
+
+    @invariant()
+    def it_agrees(self) -> None:
+        plan = self.plan
+        assert plan.present == len(self.here) <= self.total
+        assert plan.pulled == self.here.count("pulled")
+        assert plan.damaged == self.bad
+        done = self.over or len(self.here) == self.total
+        assert (plan.step == "done") == done
+        assert bool(plan.reason) == self.over
+        if not done:
+            assert plan.step == ("read" if self.readable else "offer")
+
+
+Pulling.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestPulling = Pulling.TestCase

@@ -1,0 +1,253 @@
+"""Blocks from one store to another, with both alive, killed and stopped."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from kvsieve.v1 import peer_pb2 as pb
+from kvsieve_store.client import ArenaMap
+from kvsieve_store.errors import UnavailableError
+from kvsieve_store.transport.ucx.binding import why_missing
+from tests.conftest import StoreProcess
+from tests.peers.conftest import BLOCK, SPEC, WAIT, Host, host
+from tests.protocol.client_stores import chain
+
+COUNT = 300
+Pair = tuple[Host, Host]
+
+
+@pytest.fixture(autouse=True)
+def _ucx(request: pytest.FixtureRequest) -> None:
+    if (
+        "transport" in request.fixturenames
+        and request.getfixturevalue("transport") == "ucx"
+        and why_missing()
+    ):
+        pytest.skip(str(why_missing()))
+
+
+def test_a_chain_is_pulled_and_found(pair: Pair, transport: str) -> None:
+    source, target = pair
+    keys = source.save(COUNT)
+    answer = target.pull(source.store.endpoint, keys)
+    assert (answer.present, answer.pulled, answer.damaged, answer.reason) == (COUNT, COUNT, 0, "")
+    assert target.holds(keys) == COUNT
+    text = f'kvsieve_peer_read_bytes_total{{peer="{source.store.endpoint}",transport="{transport}"}}'
+    assert text in target.store.metrics()
+    assert target.metric("kvsieve_peer_read_bytes_total") == COUNT * BLOCK
+    assert target.metric("kvsieve_peer_pulled_blocks_total") == COUNT
+    assert source.metric("kvsieve_peer_offered_blocks_total") == COUNT
+    # Again: all is here.
+    answer = target.pull(source.store.endpoint, keys)
+    assert (answer.present, answer.pulled, answer.reason) == (COUNT, 0, "")
+    source.settled()
+    target.settled()
+
+
+def test_what_is_here_is_not_pulled_and_what_is_nowhere_ends_it(pair: Pair) -> None:
+    source, target = pair
+    keys = source.save(40)
+    target.save(10)
+    answer = target.pull(source.store.endpoint, keys[:30])
+    assert (answer.present, answer.pulled) == (30, 20)
+    answer = target.pull(source.store.endpoint, keys + chain(5, start=1000), parent=b"")
+    assert (answer.present, answer.pulled) == (40, 10)
+    assert "no more" in answer.reason
+    assert target.holds(keys) == 40
+
+
+def test_pulls_at_the_same_time_share_a_link(pair: Pair) -> None:
+    source, target = pair
+    all_keys = [source.save(60, start=100 * i) for i in range(4)]
+    with ThreadPoolExecutor() as pool:
+        answers = list(pool.map(lambda keys: target.pull(source.store.endpoint, keys), all_keys))
+    assert [answer.pulled for answer in answers] == [60] * 4
+    for i, keys in enumerate(all_keys):
+        assert target.holds(keys, start=100 * i) == 60
+    source.settled()
+    target.settled()
+
+
+def test_the_source_is_killed_and_comes_back(pair: Pair) -> None:
+    source, target = pair
+    keys = source.save(COUNT)
+    killer = threading.Timer(0.05, source.store.kill)
+    killer.start()
+    # What came before is kept; the rest is asked for again, of a store that has nothing now.
+    call = target.start_pull(source.store.endpoint, keys)
+    if call.exception(60) is None:
+        present = call.result().present
+        assert present == COUNT or call.result().reason
+    else:
+        present = 0
+        assert call.code() is grpc.StatusCode.UNAVAILABLE
+    killer.join()
+    assert target.holds(keys) == present
+    source.store.start()
+    assert source.save(COUNT) == keys
+    assert target.pull(source.store.endpoint, keys).present == COUNT
+    assert target.holds(keys) == COUNT
+    target.settled()
+
+
+def test_the_target_is_killed_in_the_middle(pair: Pair) -> None:
+    source, target = pair
+    keys = source.save(COUNT)
+    for delay in (0.01, 0.05):
+        call = target.start_pull(source.store.endpoint, keys)
+        time.sleep(delay)
+        target.store.kill()
+        assert call.exception() is not None or call.result().present == COUNT
+        target.store.start()
+        target.client.wait_attached(WAIT)
+    # The source goes on. What it had leased for the dead one comes back when its offer runs out.
+    assert target.pull(source.store.endpoint, keys).present == COUNT
+    assert target.holds(keys) == COUNT
+    assert source.holds(keys) == COUNT
+
+
+def test_the_source_is_stopped(pair: Pair) -> None:
+    source, target = pair
+    keys = source.save(COUNT)
+    target.pull(source.store.endpoint, keys[:1])  # there is a link already
+    source.store.process.send_signal(signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        answer = target.pull(source.store.endpoint, keys, seconds=1.5)
+        assert "timeout_ms" in answer.reason
+        assert answer.present >= 1
+        assert time.monotonic() - started < WAIT
+        target.settled()  # no slot is kept for it
+    finally:
+        source.store.process.send_signal(signal.SIGCONT)
+    assert target.pull(source.store.endpoint, keys).present == COUNT
+    assert target.holds(keys) == COUNT
+
+
+def test_a_caller_that_gives_up_leaves_nothing(pair: Pair) -> None:
+    source, target = pair
+    keys = source.save(COUNT)
+    for delay in (0.0, 0.02, 0.05, 0.1):
+        call = target.start_pull(source.store.endpoint, keys)
+        time.sleep(delay)
+        call.cancel()
+    target.settled()
+    source.settled()
+    assert target.pull(source.store.endpoint, keys).present == COUNT
+    assert target.holds(keys) == COUNT
+
+
+@pytest.mark.parametrize("transport", ["tcp"], indirect=True)
+class TestOnce:
+    """What does not depend on the transport."""
+
+    def test_damaged_blocks_are_not_taken(self, pair: Pair) -> None:
+        source, target = pair
+        keys = source.save(10)
+        refs = source.client.match(keys).refs
+        offer = source.peer.Offer(
+            pb.OfferRequest(pool_id=SPEC.pool_id(), keys=b"".join(keys), lease_ms=60_000, digests=True)
+        )
+        assert offer.blocks == 10
+        # The bytes change after their digests were sent.
+        with ArenaMap(source.client.wait_attached(WAIT)) as arena:
+            stop = threading.Event()
+
+            def spoil() -> None:
+                while not stop.is_set():
+                    arena.slot(refs[6].slot)[0] ^= 0x5A
+
+            spoiler = threading.Thread(target=spoil)
+            spoiler.start()
+            answer = target.pull(source.store.endpoint, keys)
+            stop.set()
+            spoiler.join()
+        assert (answer.present, answer.damaged) == (6, 2)
+        assert "damaged" in answer.reason
+        assert target.holds(keys) == 6
+        assert target.metric("kvsieve_peer_damaged_blocks_total") == 2
+        source.peer.Withdraw(pb.WithdrawRequest(token=offer.token))
+        target.settled()
+
+    def test_a_full_store_takes_what_fits(self, start_store: Callable[..., StoreProcess], pair: Pair) -> None:
+        source, _ = pair
+        keys = source.save(100)
+        with host(start_store, "--peer-transports", "tcp", "--pool-size", "8MiB") as small:
+            small.client.wait_attached(WAIT)
+            answer = small.pull(source.store.endpoint, keys)
+            assert answer.present < 100 or small.holds(keys) < 100
+            small.settled()
+        source.settled()
+
+    def test_an_offer_runs_out(self, pair: Pair) -> None:
+        source, _ = pair
+        keys = source.save(3)
+        request = pb.OfferRequest(pool_id=SPEC.pool_id(), keys=b"".join(keys), lease_ms=1)
+        offer = source.peer.Offer(request)
+        assert (offer.blocks, offer.digests) == (3, b"")
+        source.settled()
+        source.peer.Withdraw(pb.WithdrawRequest(token=offer.token))
+
+    @pytest.mark.parametrize(
+        ("fields", "code", "text"),
+        [
+            ({"keys": b"x"}, "INVALID_ARGUMENT", "keys"),
+            ({"keys": b""}, "INVALID_ARGUMENT", "keys"),
+            ({"keys": bytes(32)}, "INVALID_ARGUMENT", "keys[0]"),
+            ({"parent": b"x"}, "INVALID_ARGUMENT", "parent"),
+            ({"timeout_ms": 0}, "INVALID_ARGUMENT", "timeout_ms"),
+            ({"source": ""}, "INVALID_ARGUMENT", "source"),
+            ({"source": "nonsense"}, "INVALID_ARGUMENT", "source"),
+            ({"source": "192.0.2.1:9"}, "INVALID_ARGUMENT", "loopback"),
+            ({"session_id": bytes(16)}, "NOT_FOUND", "session_id"),
+            ({"source": "127.0.0.1:1"}, "UNAVAILABLE", "127.0.0.1:1"),
+            ({"source": "unix:///nowhere/x.sock"}, "UNAVAILABLE", "/nowhere"),
+        ],
+    )
+    def test_bad_pulls(self, pair: Pair, fields: dict[str, object], code: str, text: str) -> None:
+        source, target = pair
+        target.client.wait_attached(WAIT)
+        request = pb.PullRequest(
+            session_id=target.session_id,
+            source=source.store.endpoint,
+            keys=b"".join(chain(2)),
+            timeout_ms=60_000,
+        )
+        for name, value in fields.items():
+            setattr(request, name, value)
+        with pytest.raises(grpc.RpcError) as caught:
+            target.peer.Pull(request, timeout=60)
+        assert (caught.value.code().name, text in caught.value.details()) == (code, True), caught.value
+        target.settled()
+
+    @pytest.mark.parametrize(
+        ("fields", "code", "text"),
+        [
+            ({"pool_id": bytes(32)}, "NOT_FOUND", "pool_id"),
+            ({"keys": b"x"}, "INVALID_ARGUMENT", "keys"),
+            ({"lease_ms": 0}, "INVALID_ARGUMENT", "lease_ms"),
+            ({"lease_ms": 600_001}, "INVALID_ARGUMENT", "lease_ms"),
+        ],
+    )
+    def test_bad_offers(self, pair: Pair, fields: dict[str, object], code: str, text: str) -> None:
+        source, _ = pair
+        keys = source.save(2)
+        request = pb.OfferRequest(pool_id=SPEC.pool_id(), keys=b"".join(keys), lease_ms=1000)
+        for name, value in fields.items():
+            setattr(request, name, value)
+        with pytest.raises(grpc.RpcError) as caught:
+            source.peer.Offer(request)
+        assert (caught.value.code().name, text in caught.value.details()) == (code, True), caught.value
+        source.settled()
+
+    def test_a_store_that_serves_no_peers_says_so(self, store: StoreProcess, pair: Pair) -> None:
+        _, target = pair
+        with pytest.raises(UnavailableError, match="peer_listen"):
+            target.pull(store.endpoint, chain(2))
