@@ -223,12 +223,13 @@ class TestWaiting:
     def test_a_session_that_ends_takes_its_pulls_along(self, pair: Pair) -> None:
         source, target = pair
         source.client.wait_attached(WAIT)
-        target.start_pull(source.store.endpoint, chain(3), wait_ms=60_000)
+        call = target.start_pull(source.store.endpoint, chain(3), wait_ms=60_000)
         while not source.metric("kvsieve_peer_waiting_offers"):
             time.sleep(0.01)
         target.client.close()
         while source.metric("kvsieve_peer_waiting_offers") or target.metric("kvsieve_peer_pulls"):
             time.sleep(0.01)
+        call.cancel()
         source.settled()
 
 
