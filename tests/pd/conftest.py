@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine)
             if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(300))
+                item.add_marker(pytest.mark.timeout(600))
 
 
 class Engine:
@@ -46,7 +46,7 @@ class Engine:
         threading.Thread(target=self._read, daemon=True).start()
 
     def wait_ready(self) -> Engine:
-        self._next(lambda said: "ready" in said)
+        self._next(lambda said: "ready" in said, 2 * WAIT)
         return self
 
     def start(self, prompt: list[int], max_tokens: int = 8, **params: Any) -> str:
@@ -107,9 +107,9 @@ class Engine:
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
 
-    def _next(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    def _next(self, wanted: Callable[[dict[str, Any]], bool], seconds: float = WAIT) -> dict[str, Any]:
         while True:
-            said = self._said.get(timeout=WAIT)
+            said = self._said.get(timeout=seconds)
             assert said is not None, f"the engine ended: {self.process.poll()}"
             if "id" in said:
                 self._answers[said["id"]] = said
