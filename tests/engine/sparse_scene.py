@@ -130,7 +130,9 @@ class Scene:
         config = vllm_config(max_model_len, chunk * overlap)
         hf = SimpleNamespace(index_topk=hot_blocks * BLOCK, kv_lora_rank=512, qk_rope_head_dim=64)
         config.model_config.__dict__.update(model="m", hf_text_config=hf, dtype=torch.bfloat16)
-        config.cache_config.__dict__.update(block_size=BLOCK, cache_dtype="fp8")
+        config.cache_config.__dict__.update(
+            block_size=BLOCK, cache_dtype="fp8", prefix_caching_hash_algo="sha256"
+        )
         config.scheduler_config.__dict__.update(max_num_seqs=seqs)
         config.__dict__.update(
             num_speculative_tokens=0,
@@ -410,7 +412,7 @@ class Scene:
         self.copies.append((self.steps + self.rng.randint(0, self.late), order.job))
 
     def _read_hint(self, order: HintLoad) -> None:
-        last = self.half._key(self.requests[order.req_id], order.tokens // BLOCK - 1)
+        last = self.half.blocks.key(self.requests[order.req_id], order.tokens // BLOCK - 1)
         assert self.arenas[order.epoch][order.ref.slot] == _hint_of(last)
 
     def _forward(self, name: str, tokens: int) -> tuple[list[int], int]:
