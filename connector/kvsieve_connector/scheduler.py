@@ -26,7 +26,7 @@ from kvsieve_connector.metadata import BlockPages, LoadOrder, SaveOrder, StepOrd
 from kvsieve_connector.requests import Load, RequestState, SaveJob, Sealing
 from kvsieve_connector.settings import ConnectorSettings
 from kvsieve_connector.stats import KVSieveStats
-from kvsieve_store.client import Attachment, Match, SealEntry, SealResult, SlotRef, StoreClient
+from kvsieve_store.client import Attachment, Fetch, Match, SealEntry, SealResult, SlotRef, StoreClient
 from kvsieve_store.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class SchedulerHalf:
             return 0, False
         assert state.match is not None
         if not state.match.done():
-            if time.monotonic() - state.match_started < self.settings.match_timeout_ms / 1000:
+            if not self._is_late(state):
                 return None, False
             self.stats.add(match_timeouts=1)
             self._drop_match(state)
@@ -169,10 +169,18 @@ class SchedulerHalf:
             return False
         assert self._client is not None
         state.asked_after = request.num_preemptions
-        state.match = self._client.match_async([self._key(request, i) for i in range(count)])
-        state.match_started = time.monotonic()
+        keys = [self._key(request, i) for i in range(count)]
+        fetch_ms = self.settings.fetch_timeout_ms if attachment.directory else 0
+        fetch = Fetch(fetch_ms / 1000, self.settings.fetch_min_blocks) if fetch_ms else None
+        state.match = self._client.match_async(keys, fetch=fetch)
+        state.fetched = False
+        state.match_until = time.monotonic() + (self.settings.match_timeout_ms + fetch_ms) / 1000
         self.stats.add(asked_blocks=count)
         return True
+
+    def _is_late(self, state: RequestState) -> bool:
+        """Whether the answer to the request's match is not waited for any longer."""
+        return time.monotonic() >= state.match_until
 
     def _match_result(self, state: RequestState) -> Match | None:
         """The answer to a finished match, unless the call failed or its session is gone."""
@@ -186,6 +194,9 @@ class SchedulerHalf:
             return None
         state.instance = attachment.instance
         state.known = max(state.known, len(match.refs))
+        if match.fetched and not state.fetched:
+            state.fetched = True
+            self.stats.add(fetched_blocks=match.fetched)
         return match
 
     def _drop_match(self, state: RequestState) -> None:

@@ -74,11 +74,24 @@ class Match:
     refs: one per matched block, in order; len(refs) is the number of matched blocks.
     lease_ids: what to give to release() once the blocks are read; empty when nothing was leased.
     epoch: the epoch that refs and leases belong to; 0 when nothing was asked.
+    fetched: of the blocks, those that the store brought from other stores for this match.
     """
 
     refs: Sequence[SlotRef] = ()
     lease_ids: tuple[int, ...] = ()
     epoch: int = 0
+    fetched: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """What a match may do beyond a look into its own store, when that has a directory.
+
+    seconds: longest time for it. min_blocks: fewest blocks missing for which it is done; 1 or more.
+    """
+
+    seconds: float
+    min_blocks: int = 1
 
 
 class SealEntry(NamedTuple):
@@ -151,6 +164,7 @@ class Attachment:
     segments: (absolute path, bytes) of the arena's files, in order.
     lock_path: file to hold a shared flock(2) on while touching the session's slots or leased blocks.
     store_version: version of the store software.
+    directory: whether the store has a directory, so that a match may fetch.
     """
 
     epoch: int
@@ -163,6 +177,7 @@ class Attachment:
     slots_offset: int
     lock_path: str
     store_version: str
+    directory: bool = False
 
     @property
     def slots(self) -> int:
@@ -182,4 +197,5 @@ class Attachment:
             slots_offset=welcome.slots_offset,
             lock_path=welcome.lock_path,
             store_version=welcome.store_version,
+            directory=welcome.directory,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvsieve_store.peers.fetch import Fetcher
 from kvsieve_store.peers.links import PeerLinks
 from kvsieve_store.peers.offers import Offers
 from kvsieve_store.peers.plane import DataPlane
@@ -17,6 +18,7 @@ class Peers:
         self.links = PeerLinks(plane)
         self.offers = Offers(core, plane)
         self.puller = Puller(core, plane, self.links)
+        self.fetcher = Fetcher(core, self.puller, core.directory) if core.directory else None
 
     async def tick(self) -> None:
         """Once a second."""

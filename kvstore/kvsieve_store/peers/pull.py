@@ -22,6 +22,7 @@ from kvsieve_store.peers.links import PeerLinks
 from kvsieve_store.peers.plan import PullPlan
 from kvsieve_store.peers.plane import DIGEST_BYTES, DataPlane
 from kvsieve_store.protocol.limits import KEY_BYTES, MAX_BATCH
+from kvsieve_store.protocol.spec import PoolSpec
 from kvsieve_store.server.core import Core, InnerSession
 from kvsieve_store.state import Grant
 from kvsieve_store.transport.description import Description
@@ -61,30 +62,45 @@ class Puller:
     async def pull(self, request: pb.PullRequest) -> pb.PullResponse:
         """Raises what kvsieve.v1.Peer.Pull says."""
         session = self._core.state.session(request.session_id)
-        keys = _keys(request)
-        target = self._target(request.source)
-        if self.pulls >= MAX_PULLS:
-            raise CapacityError(f"pulls: {MAX_PULLS} are under way, the most; try again later")
-        inner = self._core.open_inner_session(session.pool.spec, f"peer (pull from {request.source})")
-        self.pulls += 1
-        pull = _Pull(self, inner, session.pool_id, request.source, target, keys, request.parent)
-        try:
-            async with asyncio.timeout(request.timeout_ms / 1000):
-                await pull.run()
-        except TimeoutError:
-            pull.plan.stop(f"timeout_ms: {request.timeout_ms} ms have passed")
-        finally:
-            self.pulls -= 1
-            self._core.end_inner_session(inner)
-        plan = pull.plan
-        counters = self._links.counters_of(request.source)
-        counters.pulled += plan.pulled
-        counters.damaged += plan.damaged
-        if pull.error is not None and not plan.present:
+        keys = keys_of(request)
+        plan, error = await self.bring(
+            session.pool.spec, request.source, keys, request.parent, request.timeout_ms
+        )
+        if error is not None and not plan.present:
             raise UnavailableError(f"pull from {request.source}: {plan.reason}")
         return pb.PullResponse(
             present=plan.present, pulled=plan.pulled, damaged=plan.damaged, reason=plan.reason
         )
+
+    async def bring(
+        self,
+        spec: PoolSpec,
+        source: str,
+        keys: Sequence[bytes],
+        parent: bytes,
+        timeout_ms: int,
+        attempts: int = ATTEMPTS,
+    ) -> tuple[PullPlan, KVSieveError | None]:
+        """The plan at its end, and the last error of the peer. Raises InvalidRequestError (source),
+        CapacityError, UnavailableError (this store is not ready)."""
+        target = self._target(source)
+        if self.pulls >= MAX_PULLS:
+            raise CapacityError(f"pulls: {MAX_PULLS} are under way, the most; try again later")
+        inner = self._core.open_inner_session(spec, f"peer (pull from {source})")
+        self.pulls += 1
+        pull = _Pull(self, inner, source, target, keys, parent, attempts)
+        try:
+            async with asyncio.timeout(timeout_ms / 1000):
+                await pull.run()
+        except TimeoutError:
+            pull.plan.stop(f"timeout_ms: {timeout_ms} ms have passed")
+        finally:
+            self.pulls -= 1
+            self._core.end_inner_session(inner)
+        counters = self._links.counters_of(source)
+        counters.pulled += pull.plan.pulled
+        counters.damaged += pull.plan.damaged
+        return pull.plan, pull.error
 
     def stub(self, target: str) -> Any:
         """Of a peer's control plane."""
@@ -132,16 +148,16 @@ class _Pull:
         self,
         puller: Puller,
         inner: InnerSession,
-        pool_id: bytes,
         source: str,
         target: str,
         keys: Sequence[bytes],
         parent: bytes,
+        attempts: int,
     ) -> None:
         self._puller = puller
         self._core, self._plane, self._links = puller._core, puller._plane, puller._links
         self._inner = inner
-        self._pool_id = pool_id
+        self._pool_id = inner.session.pool_id
         self._source = source
         self._stub = puller.stub(target)
         self._keys = keys
@@ -152,7 +168,7 @@ class _Pull:
         self._backoff = Backoff(random.Random())
         slot_bytes = inner.layout.slot_bytes
         batch = max(1, min(BATCH_BYTES // slot_bytes, MAX_BATCH))
-        self.plan = PullPlan(len(keys), batch=batch, attempts=ATTEMPTS)
+        self.plan = PullPlan(len(keys), batch=batch, attempts=attempts)
         self.error: KVSieveError | None = None
 
     async def run(self) -> None:
@@ -264,7 +280,8 @@ class _Pull:
             raise call_error(error, name, self._source) from None
 
 
-def _keys(request: pb.PullRequest) -> list[bytes]:
+def keys_of(request: pb.PullRequest) -> list[bytes]:
+    """Raises InvalidRequestError for keys, parent or timeout_ms."""
     raw: bytes = request.keys
     count, rest = divmod(len(raw), KEY_BYTES)
     if rest or not 1 <= count <= MAX_BATCH:

@@ -30,7 +30,10 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         return pb.WithdrawResponse()
 
     async def Pull(self, request: pb.PullRequest, context: Context) -> pb.PullResponse:
-        return await self._peers.puller.pull(request)
+        peers = self._peers
+        if not request.source and peers.fetcher is not None:
+            return await peers.fetcher.fetch(request)
+        return await peers.puller.pull(request)
 
     @property
     def _peers(self) -> Peers:
