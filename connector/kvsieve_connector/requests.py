@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class RequestState:
     """known: blocks of the request's prefix that the store has, or is about to have.
-    match: sent and not used yet; match_started: when, on the monotonic clock.
+    match: sent and not used yet; match_until: when it is not waited for any longer, on the monotonic clock.
     instance: the store that answered the match.
     asked_after: preemptions of the request when its last match was sent: one match per admission.
     lookups: False once a load has failed; the request is computed from then on.
     saves: False once a block can't be saved any more; what follows could not be found without it.
+    fetched: what was fetched for the match in hand is counted.
     asked_again: sparse mode: the match in hand was asked because the one before fell short.
     departs: it goes on at another engine once its prompt is computed. tail_saved: its
     tail (blocks.py) is stored, too.
@@ -33,11 +34,12 @@ class RequestState:
     request: Request
     known: int = 0
     match: Future[Match] | None = None
-    match_started: float = 0.0
+    match_until: float = 0.0
     instance: bytes = b""
     asked_after: int = -1
     lookups: bool = True
     saves: bool = True
+    fetched: bool = False
     asked_again: bool = False
     departs: bool = False
     tail_saved: bool = False

@@ -37,7 +37,7 @@ from kvsieve_connector.metadata import BlockPages, LoadOrder, SaveOrder, StepOrd
 from kvsieve_connector.requests import Load, RequestState, SaveJob, Sealing
 from kvsieve_connector.settings import ConnectorSettings
 from kvsieve_connector.stats import KVSieveStats
-from kvsieve_store.client import Attachment, Match, SealEntry, SealResult, SlotRef, StoreClient
+from kvsieve_store.client import Attachment, Fetch, Match, SealEntry, SealResult, SlotRef, StoreClient
 from kvsieve_store.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class SchedulerHalf:
             return 0, False
         assert state.match is not None
         if not state.match.done():
-            if time.monotonic() - state.match_started < self.settings.match_timeout_ms / 1000:
+            if not self._is_late(state):
                 return None, False
             self.stats.add(match_timeouts=1)
             self._drop_match(state)
@@ -190,10 +190,17 @@ class SchedulerHalf:
             return False
         assert self._client is not None
         state.asked_after = request.num_preemptions
-        state.match = self._client.match_async(keys)
-        state.match_started = time.monotonic()
+        fetch_ms = self.settings.fetch_timeout_ms if attachment.directory else 0
+        fetch = Fetch(fetch_ms / 1000, self.settings.fetch_min_blocks) if fetch_ms else None
+        state.match = self._client.match_async(keys, fetch=fetch)
+        state.fetched = False
+        state.match_until = time.monotonic() + (self.settings.match_timeout_ms + fetch_ms) / 1000
         self.stats.add(asked_blocks=len(keys))
         return True
+
+    def _is_late(self, state: RequestState) -> bool:
+        """Whether the answer to the request's match is not waited for any longer."""
+        return time.monotonic() >= state.match_until
 
     def _wanted_keys(self, state: RequestState) -> list[bytes]:
         """Blocks that the request could begin with. Of one that was handed over, all of the prompt."""
@@ -219,6 +226,9 @@ class SchedulerHalf:
             return None
         state.instance = attachment.instance
         state.known = max(state.known, min(len(match.refs), self.blocks.known(state.request)))
+        if match.fetched and not state.fetched:
+            state.fetched = True
+            self.stats.add(fetched_blocks=match.fetched)
         return match
 
     def _drop_match(self, state: RequestState) -> None:

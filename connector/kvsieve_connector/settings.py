@@ -39,6 +39,13 @@ class ConnectorSettings(BaseModel):
     match_timeout_ms: int = Field(default=1_000, ge=1, le=60_000)
     """How long a request waits for the answer to its match before it is computed without."""
 
+    fetch_timeout_ms: int = Field(default=2_000, ge=0, le=60_000)
+    """With a store that has a directory: how much longer a request waits for blocks that other stores have.
+    0: they are not asked."""
+
+    fetch_min_blocks: int = Field(default=8, ge=1)
+    """Fewest blocks of a request that its store must lack for other stores to be asked."""
+
     credits: int | None = Field(default=None, ge=1, le=16_384)
     """Slots kept granted ahead. Default: four steps' worth of full blocks."""
 

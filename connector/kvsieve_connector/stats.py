@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 COUNTERS = {
     "asked_blocks": "Blocks of prompts that the store was asked for",
     "matched_blocks": "Blocks that the store had and that were loaded or are being loaded",
+    "fetched_blocks": "Blocks that the store brought from other stores for matches",
     "loaded_blocks": "Blocks copied from the arena to the paged cache",
     "loaded_bytes": "Bytes copied from the arena to the paged cache, by all ranks",
     "load_seconds": "Time spent copying from the arena to the paged cache, by all ranks",

@@ -60,6 +60,14 @@ class TcpAddress:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
+    def is_unspecified(self) -> bool:
+        """Whether it is all of a host's addresses: good to listen on, not to connect to."""
+        try:
+            return ipaddress.ip_address(self.host).is_unspecified
+        except ValueError:
+            return False
+
+    @property
     def is_loopback(self) -> bool:
         try:
             return ipaddress.ip_address(self.host).is_loopback

@@ -30,6 +30,8 @@ NAME_SIZE = "NAME=SIZE is expected, like Qwen3-0.6B=8GiB"
 
 TRANSPORTS = ("shm", "ucx", "tcp")
 
+DIRECTORY_URL = r"rediss?(\+cluster)?://\S+"
+
 _OTHER_VARIABLES = re.compile(
     # Read by the CLI itself.
     r"KVSIEVE_(CONFIG|ENDPOINT)"
@@ -116,6 +118,15 @@ class StoreSettings(BaseModel):
         min_length=1,
         json_schema_extra={"metavar": "LIST"},
     )
+    directory: str = Field(
+        "local",
+        description="Where stores tell each other of their blocks: local (they don't), redis://host:port/db, "
+        "rediss://..., redis+cluster://... or rediss+cluster://...",
+        json_schema_extra={"metavar": "URL"},
+    )
+    directory_ttl: int = Field(
+        3600, description="Seconds that the directory knows a block after it was last told of it.", ge=3
+    )
     http: str = Field(
         "127.0.0.1:9317", description="Address of /healthz, /readyz, /metrics, /status; empty: off."
     )
@@ -190,8 +201,20 @@ class StoreSettings(BaseModel):
                 f"peer_listen: {peer.host_port} is not a loopback address, and blocks go there without "
                 "encryption; to listen there all the same give --allow-insecure-tcp"
             )
+        if self.directory != "local" and not re.fullmatch(DIRECTORY_URL, self.directory):
+            raise ValueError(
+                "directory: local, or a URL like redis://host:6379/0, rediss://host:6379/0 or "
+                "redis+cluster://host:6379 required"
+            )
         if self.peer_advertise and not isinstance(_parse("peer_advertise", self.peer_advertise), TcpAddress):
             raise ValueError(f"peer_advertise: {self.peer_advertise!r} given, host:port required")
+        if self.directory != "local" and self.peer_listen and not self.peer_advertise:
+            tcp = [address for address in self.addresses if isinstance(address, TcpAddress)]
+            if not tcp or tcp[0].is_unspecified:
+                raise ValueError(
+                    "peer_advertise: not given, and the first TCP address of listen names no host; the "
+                    "directory tells other stores where this one's blocks are: give host:port"
+                )
         if self.http and not isinstance(_parse("http", self.http), TcpAddress):
             raise ValueError(f"http: {self.http!r} given, host:port required")
         return self

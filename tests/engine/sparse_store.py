@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from kvsieve_store.client import Attachment, Held, Match, SealEntry, SealResult, SlotRef
+from kvsieve_store.client import Attachment, Fetch, Held, Match, SealEntry, SealResult, SlotRef
 from kvsieve_store.errors import UnavailableError
 
 
@@ -113,7 +113,7 @@ class FakeClient:
         taken, self._slots = self._slots[:count], self._slots[count:]
         return taken
 
-    def match_async(self, keys: Sequence[bytes]) -> Future[Match]:
+    def match_async(self, keys: Sequence[bytes], *, fetch: Fetch | None = None) -> Future[Match]:
         def answer() -> Match:
             slots = []
             for key in keys:

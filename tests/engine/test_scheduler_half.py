@@ -20,7 +20,7 @@ from kvsieve_connector.handoff import MAX_PULLS
 from kvsieve_connector.metadata import StepOrders, WorkerReport
 from kvsieve_connector.scheduler import SchedulerHalf
 from kvsieve_connector.settings import ConnectorSettings
-from kvsieve_store.client import Attachment, Match, Pulled, SealEntry, SealResult, SlotRef
+from kvsieve_store.client import Attachment, Fetch, Match, Pulled, SealEntry, SealResult, SlotRef
 from kvsieve_store.errors import CapacityError, SlotNotHeldError, UnavailableError
 
 BLOCK = 4
@@ -63,6 +63,7 @@ class ScriptedClient:
     attachment: Attachment | None = field(default_factory=lambda: attachment(1))
     slots: list[SlotRef] = field(default_factory=lambda: [SlotRef(i, 1) for i in range(100)])
     matches: list[Future[Match]] = field(default_factory=list)
+    fetches: list[Fetch | None] = field(default_factory=list)
     seals: list[tuple[list[SealEntry], Future[list[SealResult]]]] = field(default_factory=list)
     leases_back: list[tuple[int, int | None]] = field(default_factory=list)
     slots_back: list[SlotRef] = field(default_factory=list)
@@ -87,7 +88,8 @@ class ScriptedClient:
         taken, self.slots = self.slots[:n], self.slots[n:]
         return taken
 
-    def match_async(self, keys: Sequence[bytes]) -> Future[Match]:
+    def match_async(self, keys: Sequence[bytes], *, fetch: Fetch | None = None) -> Future[Match]:
+        self.fetches.append(fetch)
         self.matches.append(Future())
         self.matches[-1].set_running_or_notify_cancel()
         return self.matches[-1]
@@ -106,7 +108,7 @@ class ScriptedClient:
 class Scene:
     """A scheduler half, its client, and requests of `blocks` full blocks and one token more."""
 
-    def __init__(self, ranks: int = 1, groups: int = 1) -> None:
+    def __init__(self, ranks: int = 1, groups: int = 1, **settings: Any) -> None:
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
             scheduler_config=SimpleNamespace(max_num_seqs=8),
@@ -116,7 +118,7 @@ class Scene:
         group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
         init_none_hash(sha256)
         caches = SimpleNamespace(kv_cache_groups=[group] * groups, hash_block_size=BLOCK)
-        self.half = SchedulerHalf(config, caches, ConnectorSettings(endpoint="unix:///s"))  # type: ignore[arg-type]
+        self.half = SchedulerHalf(config, caches, ConnectorSettings(endpoint="unix:///s", **settings))  # type: ignore[arg-type]
         self.client = ScriptedClient()
         self.half.use(self.client)  # type: ignore[arg-type]
         self.tables: dict[str, tuple[list[int], ...]] = {}
@@ -350,6 +352,24 @@ def test_one_match_per_admission() -> None:
     assert len(scene.client.matches) == 2
 
 
+@pytest.mark.parametrize(
+    ("directory", "fetch_ms", "wanted"),
+    [(True, 500, Fetch(0.5, 8)), (True, 0, None), (False, 500, None)],
+)
+def test_a_match_may_fetch_where_the_store_has_a_directory(
+    directory: bool, fetch_ms: int, wanted: Fetch | None
+) -> None:
+    scene = Scene(fetch_timeout_ms=fetch_ms)
+    scene.client.attachment = replace(attachment(1), directory=directory)
+    request = scene.request("a", 5)
+    scene.half.on_new_request(request)
+    assert scene.client.fetches == [wanted]
+    scene.client.matches[0].set_result(replace(answer(3), fetched=2))
+    for _ in range(2):  # asked again, as when the GPU has no blocks now
+        assert scene.half.matched_tokens(request, 0) == (3 * BLOCK, True)
+    assert scene.half.stats.data["fetched_blocks"] == 2
+
+
 SOURCE = {"do_remote_prefill": True, "kvsieve_store": "10.0.0.8:9400"}
 
 
@@ -469,6 +489,18 @@ def test_a_pull_that_the_store_has_no_room_for_is_sent_again() -> None:
     scene.half.matched_tokens(request, 0)
     assert scene.client.matches  # the time is over
     assert len(scene.client.pulls) == 2
+
+
+def test_a_hand_off_goes_before_a_fetch() -> None:
+    scene = Scene()
+    scene.client.attachment = replace(attachment(1), directory=True)
+    request = scene.request("a", 2, **SOURCE)
+    scene.half.on_new_request(request)
+    assert scene.half.matched_tokens(request, 0) == (None, False)
+    assert not scene.client.fetches
+    scene.client.pulls[0].answer(1)
+    assert scene.half.matched_tokens(request, 0) == (None, False)
+    assert scene.client.fetches == [Fetch(2.0, 8)]  # of what has not come
 
 
 def test_an_aborted_request_ends_its_pull_and_makes_room_for_another() -> None:

@@ -37,6 +37,8 @@ class Host:
     def __init__(self, store: StoreProcess, client: StoreClient) -> None:
         self.store = store
         self.client = client
+        self.address = store.endpoint
+        """Of the store, for others."""
         self.channel = grpc.insecure_channel(store.endpoint)
         self.peer = peer_pb2_grpc.PeerStub(self.channel)
 

@@ -69,6 +69,17 @@ class CheckedStoreModel(StoreModel):
                 assert not block.parent or rank[blocks[block.parent].slot] < rank[block.slot]
 
     @invariant()
+    def changes_tell_all_there_is(self) -> None:
+        sealed = {(self.pool(name).pool_id, k) for name, blocks in self.blocks.items() for k in blocks}
+        assert self.told.keys == sealed
+        walked = [
+            (pool_id, keys[i : i + 32])
+            for pool_id, keys in self.state.walk()
+            for i in range(0, len(keys), 32)
+        ]
+        assert len(walked) == len(sealed) == len(set(walked) & sealed)
+
+    @invariant()
     def generations_only_grow(self) -> None:
         """Per place in the arena, whichever pool owns it."""
         for name in self.blocks:

@@ -51,6 +51,28 @@ class LeaseModel:
     expiry: float
 
 
+class Told:
+    """What somebody knows who hears of every change and of nothing else."""
+
+    def __init__(self) -> None:
+        self.keys: set[tuple[bytes, bytes]] = set()
+
+    def sealed(self, pool_id: bytes, keys: bytes) -> None:
+        new = self._each(pool_id, keys)
+        assert new.isdisjoint(self.keys)
+        self.keys |= new
+
+    def dropped(self, pool_id: bytes, keys: bytes) -> None:
+        gone = self._each(pool_id, keys)
+        assert gone <= self.keys
+        self.keys -= gone
+
+    def _each(self, pool_id: bytes, keys: bytes) -> set[tuple[bytes, bytes]]:
+        found = {(pool_id, keys[i : i + 32]) for i in range(0, len(keys), 32)}
+        assert len(found) * 32 == len(keys) > 0
+        return found
+
+
 class StoreModel(RuleBasedStateMachine):
     """A StoreState and the model of it; rules and invariants are added by subclasses."""
 
@@ -58,6 +80,7 @@ class StoreModel(RuleBasedStateMachine):
         """low: the low watermark; the high one is twice that."""
         self.now = 0.0
         self.low = low
+        self.told = Told()
         self.state = StoreState(
             StateSettings(
                 extent_bytes=EXTENT_BYTES,
@@ -67,7 +90,8 @@ class StoreModel(RuleBasedStateMachine):
                 max_sessions=MAX_SESSIONS,
                 free_low=low,
                 free_high=2 * low,
-            )
+            ),
+            self.told,
         )
         self.attached = 0
         self.blocks: dict[str, dict[bytes, Block]] = {}

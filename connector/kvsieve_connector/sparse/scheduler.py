@@ -122,7 +122,7 @@ class SparseScheduler(SchedulerHalf):
         if state.match is not None or self._start_match(state):
             assert state.match is not None
             if not state.match.done():
-                if time.monotonic() - state.match_started < self.settings.match_timeout_ms / 1000:
+                if not self._is_late(state):
                     return None, False
                 self.stats.add(match_timeouts=1)
                 self._drop_match(state)

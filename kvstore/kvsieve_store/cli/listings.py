@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kvsieve.v1.admin_pb2 import StatusResponse
 from kvsieve_store.cli.endpoint import EndpointOption, admin
 from kvsieve_store.cli.keys import PAGE, PoolArgument, every_block
 from kvsieve_store.cli.output import (
@@ -100,8 +101,20 @@ def status(
         ("sessions", str(s.sessions)),
         ("leases", str(s.leases)),
         ("other memory", size(s.rss_bytes)),
+        ("directory", _directory(s)),
     ]
     print_record(form, s, lines)
+
+
+def _directory(s: StatusResponse) -> str:
+    """Where it is, and how this store stands with it."""
+    if s.directory in ("", "local"):
+        return "local"
+    parts = [s.directory]
+    parts.append(f"down: {s.directory_down}" if s.directory_down else "up")
+    if s.directory_address:
+        parts.append(f"announces {s.directory_address}, {s.directory_queued} keys queued")
+    return "; ".join(parts)
 
 
 def pools(context: typer.Context, endpoint: EndpointOption = None, form: FormatOption = Format.TABLE) -> None:

@@ -7,6 +7,7 @@ from kvsieve_store.client.async_client import AsyncStoreClient
 from kvsieve_store.client.handles import (
     Attachment,
     ClientState,
+    Fetch,
     Held,
     Match,
     Pulled,
@@ -24,6 +25,7 @@ __all__ = [
     "AsyncStoreClient",
     "Attachment",
     "ClientState",
+    "Fetch",
     "Held",
     "Match",
     "Pulled",

@@ -21,6 +21,7 @@ from kvsieve_store.client.endpoint import grpc_target
 from kvsieve_store.client.handles import (
     Attachment,
     ClientState,
+    Fetch,
     Held,
     Match,
     Pulled,
@@ -143,13 +144,17 @@ class AsyncStoreClient:
             return []
         return session.credits.take(n) if epoch in (None, session.attachment.epoch) else []
 
-    async def match(self, keys: bytes | Sequence[bytes]) -> Match:
-        """Longest sealed prefix of `keys` (in chain order), leased until released or the session ends."""
+    async def match(self, keys: bytes | Sequence[bytes], *, fetch: Fetch | None = None) -> Match:
+        """Longest sealed prefix of `keys` (in chain order), leased until released or the session ends.
+
+        fetch: lets a store that has a directory bring what is missing from other stores first. What it does
+        not get in time, or can't, is not matched; that is no error.
+        """
         joined = join_keys(keys)
         session = self._live()
         if self.state is ClientState.DRAINING:
             raise UnavailableError(f"the store at {self.endpoint} is draining")
-        return await session.match(joined) if joined else Match()
+        return await session.match(joined, fetch) if joined else Match()
 
     async def pull(
         self,
@@ -165,8 +170,8 @@ class AsyncStoreClient:
         source: control address of the other store. parent: key of the block before the first; empty for the
         first of a chain. seconds: the longest that it may take; what has come by then stays.
         wait_seconds: how long to wait, without a new block, for those that the other store has not got yet.
-        Raises InvalidRequestError, CapacityError (too many pulls), UnavailableError (nothing came; with the
-        reason).
+        Raises InvalidRequestError, CapacityError (too many pulls), UnavailableError (nothing came; the
+        reason is the store's or the peer's).
         """
         return await self._live().pull(source, join_keys(keys), parent, seconds, wait_seconds)
 

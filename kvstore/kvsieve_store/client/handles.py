@@ -74,11 +74,24 @@ class Match:
     refs: one per matched block, in order; len(refs) is the number of matched blocks.
     lease_ids: what to give to release() once the blocks are read; empty when nothing was leased.
     epoch: the epoch that refs and leases belong to; 0 when nothing was asked.
+    fetched: of the blocks, those that the store brought from other stores for this match.
     """
 
     refs: Sequence[SlotRef] = ()
     lease_ids: tuple[int, ...] = ()
     epoch: int = 0
+    fetched: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """What a match may do beyond a look into its own store, when that has a directory.
+
+    seconds: longest time for it. min_blocks: fewest blocks missing for which it is done; 1 or more.
+    """
+
+    seconds: float
+    min_blocks: int = 1
 
 
 class SealEntry(NamedTuple):
@@ -152,6 +165,7 @@ class Attachment:
     lock_path: file to hold a shared flock(2) on while touching the session's slots or leased blocks.
     store_version: version of the store software.
     peer_address: control address at which other stores reach this one; empty when it serves none.
+    directory: whether the store has a directory, so that a match may fetch.
     """
 
     epoch: int
@@ -165,6 +179,7 @@ class Attachment:
     lock_path: str
     store_version: str
     peer_address: str = ""
+    directory: bool = False
 
     @property
     def slots(self) -> int:
@@ -185,4 +200,5 @@ class Attachment:
             lock_path=welcome.lock_path,
             store_version=welcome.store_version,
             peer_address=welcome.peer_address,
+            directory=welcome.directory,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from kvsieve_store.client.channel import call_error
 from kvsieve_store.client.credits import Credits
 from kvsieve_store.client.handles import (
     Attachment,
+    Fetch,
     Held,
     Match,
     Pulled,
@@ -142,9 +144,9 @@ class Session:
                 await asyncio.shield(self._ended)
         self.end(UnavailableError("the client is closed"))
 
-    async def match(self, keys: bytes) -> Match:
+    async def match(self, keys: bytes, fetch: Fetch | None = None) -> Match:
         """Longest sealed prefix. A caller that is cancelled leaves no lease behind."""
-        task = self._keep(self._match(keys))
+        task = self._keep(self._match_or_fetch(keys, fetch))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -175,7 +177,7 @@ class Session:
         return await asyncio.shield(self._keep(self._reserve(count)))
 
     async def pull(
-        self, source: str, keys: bytes, parent: bytes, seconds: float, wait_seconds: float
+        self, source: str, keys: bytes, parent: bytes, seconds: float, wait_seconds: float = 0.0
     ) -> Pulled:
         """Blocks of another store into this one. One that is cancelled ends it there as well."""
         request = peer_pb2.PullRequest(
@@ -194,6 +196,38 @@ class Session:
         request = peer_pb2.HoldRequest(session_id=self._id, keys=keys, hold_ms=max(int(seconds * 1000), 1))
         reply = await self._call("Hold", self._peers.Hold, request)
         return int(reply.held)
+
+    async def _match_or_fetch(self, keys: bytes, fetch: Fetch | None) -> Match:
+        match = await self._match(keys)
+        missing = len(keys) // KEY_BYTES - len(match.refs)
+        if fetch is None or not self.attachment.directory or missing < fetch.min_blocks:
+            return match
+        present, fetched = await self._fetch(keys, len(match.refs), fetch.seconds)
+        if present == len(match.refs):
+            return match
+        try:
+            longer = await self._match(keys)
+        except KVSieveError:
+            return match
+        self._give_back(match.lease_ids, ())
+        return dataclasses.replace(longer, fetched=fetched)
+
+    async def _fetch(self, keys: bytes, present: int, seconds: float) -> tuple[int, int]:
+        """Lets the store bring the blocks after the first `present`; how many are present then, and how many
+        of them came from other stores. What fails, fails."""
+        fetched = 0
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + seconds
+        with contextlib.suppress(KVSieveError):
+            while (start := present * KEY_BYTES) < len(keys) and clock() < deadline:
+                part = keys[start : start + self._limits.max_batch * KEY_BYTES]
+                parent = keys[max(start - KEY_BYTES, 0) : start]
+                pulled = await self.pull("", part, parent, deadline - clock())
+                present += pulled.present
+                fetched += pulled.pulled
+                if pulled.present * KEY_BYTES < len(part):
+                    break
+        return present, fetched
 
     async def _match(self, keys: bytes) -> Match:
         slots: list[int] = []

@@ -15,6 +15,7 @@ from kvsieve_store.client.async_client import AsyncStoreClient
 from kvsieve_store.client.handles import (
     Attachment,
     ClientState,
+    Fetch,
     Held,
     Match,
     Pulled,
@@ -118,13 +119,14 @@ class StoreClient:
         not the current one. Never waits; see AsyncStoreClient.take_credits()."""
         return self._core.take_credits(n, epoch=epoch)
 
-    def match(self, keys: bytes | Sequence[bytes]) -> Match:
-        """Longest sealed prefix of `keys` (in chain order), leased until released or the session ends."""
-        return self._wait(self.match_async(keys))
+    def match(self, keys: bytes | Sequence[bytes], *, fetch: Fetch | None = None) -> Match:
+        """Longest sealed prefix of `keys` (in chain order), leased until released or the session ends; see
+        AsyncStoreClient.match()."""
+        return self._wait(self.match_async(keys, fetch=fetch))
 
-    def match_async(self, keys: bytes | Sequence[bytes]) -> Future[Match]:
+    def match_async(self, keys: bytes | Sequence[bytes], *, fetch: Fetch | None = None) -> Future[Match]:
         return self._submit(
-            lambda: self._core.match(keys),
+            lambda: self._core.match(keys, fetch=fetch),
             unread=lambda match: self._give_back(match.lease_ids, (), match.epoch),
         )
 

@@ -1,5 +1,6 @@
 """Blocks between stores: what one offers, and how another pulls it.
 
-plan.py: what a pull still has to do (no I/O). pull.py: does it. offers.py: the other side. links.py:
+plan.py: what a pull still has to do (no I/O). pull.py: does it. fetch.py: from whoever the
+directory knows. offers.py: the other side. links.py:
 connections, their turns and counters. plane.py: this store's end of the data plane.
 """

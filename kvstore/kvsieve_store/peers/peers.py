@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvsieve_store.peers.fetch import Fetcher
 from kvsieve_store.peers.holds import Holds
 from kvsieve_store.peers.links import PeerLinks
 from kvsieve_store.peers.offers import Offers
@@ -19,6 +20,7 @@ class Peers:
         self.holds = Holds(core)
         self.offers = Offers(core, plane, self.holds)
         self.puller = Puller(core, plane, self.links)
+        self.fetcher = Fetcher(core, self.puller, core.directory) if core.directory else None
 
     async def tick(self) -> None:
         """Once a second."""

@@ -12,7 +12,8 @@ class PullPlan:
 
     total: keys asked for. present: of these, from the first on, that this store has. pulled: of these,
     brought by this pull. damaged: blocks whose bytes were not taken. reason: why it is over before all are
-    there. A method that raises AssertionError was called out of turn.
+    there; is_exhausted: because the peer has no more of them. A method that raises AssertionError was called
+    out of turn.
     """
 
     def __init__(self, total: int, *, batch: int, attempts: int) -> None:
@@ -22,6 +23,7 @@ class PullPlan:
         self.pulled = 0
         self.damaged = 0
         self.reason = ""
+        self.is_exhausted = False
         self._batch = batch
         self._attempts = attempts
         self._left = attempts
@@ -48,6 +50,7 @@ class PullPlan:
         assert count <= self.total - self.present
         self._offered = self.present + count
         if not count and not more_may_come:
+            self.is_exhausted = True
             self.reason = "the other store has no more of them"
 
     def next_batch(self) -> int:

@@ -64,7 +64,7 @@ class Puller:
         self._core = core
         self._plane = plane
         self._links = links
-        self._running: dict[asyncio.Timeout, Session] = {}
+        self._running: dict[asyncio.Timeout, tuple[Session, _Pull]] = {}
         self.claims: dict[tuple[str, bytes, bytes], _Pull] = {}
         """(source, pool id, key) -> the pull that brings the block; others of the same source wait for it."""
         self.waits = 0
@@ -78,14 +78,31 @@ class Puller:
     async def pull(self, request: pb.PullRequest) -> pb.PullResponse:
         """Raises what kvsieve.v1.Peer.Pull says."""
         session = self._core.state.session(request.session_id)
-        keys = _keys(request)
+        keys = keys_of(request)
+        plan, error = await self.bring(session, request, keys)
+        if error is not None and not plan.present:
+            raise UnavailableError(f"pull from {request.source}: {plan.reason}")
+        return pb.PullResponse(
+            present=plan.present, pulled=plan.pulled, damaged=plan.damaged, reason=plan.reason
+        )
+
+    async def bring(
+        self, session: Session, request: pb.PullRequest, keys: Sequence[bytes], *, is_fetch: bool = False
+    ) -> tuple[PullPlan, KVSieveError | None]:
+        """Brings the keys into the session's pool from the request's source; the plan at its end, and the
+        last error of the peer.
+
+        is_fetch: from a store that the directory named: it is tried once, and what is held there for a
+        hand-off stays held. Raises InvalidRequestError (source), CapacityError, UnavailableError (this store
+        is not ready).
+        """
         target = self._target(request.source)
         if self.pulls >= MAX_PULLS:
             raise CapacityError(f"pulls: {MAX_PULLS} are under way, the most; try again later")
         inner = self._core.open_inner_session(session.pool.spec, f"peer (pull from {request.source})")
-        pull = _Pull(self, inner, session.pool_id, target, keys, request)
+        pull = _Pull(self, inner, target, keys, request, is_fetch)
         deadline = asyncio.timeout(request.timeout_ms / 1000)
-        self._running[deadline] = session
+        self._running[deadline] = (session, pull)
         try:
             async with deadline:
                 await pull.run()
@@ -98,19 +115,23 @@ class Puller:
         finally:
             del self._running[deadline]
             self._core.end_inner_session(inner)
-        plan = pull.plan
         counters = self._links.counters_of(request.source)
-        counters.pulled += plan.pulled
-        counters.damaged += plan.damaged
-        if pull.error is not None and not plan.present:
-            raise UnavailableError(f"pull from {request.source}: {plan.reason}")
-        return pb.PullResponse(
-            present=plan.present, pulled=plan.pulled, damaged=plan.damaged, reason=plan.reason
-        )
+        counters.pulled += pull.plan.pulled
+        counters.damaged += pull.plan.damaged
+        return pull.plan, pull.error
+
+    def coming(self, pool_id: bytes, key: bytes) -> asyncio.Event | None:
+        """When a pull, from whichever store, brings the block: what is set once it has brought some, or is
+        over."""
+        for source in {pull.source for _, pull in self._running.values()}:
+            owner = self.claims.get((source, pool_id, key))
+            if owner is not None:
+                return owner.moved
+        return None
 
     def tick(self) -> None:
         """Ends the pulls of sessions that have ended."""
-        for deadline, session in self._running.items():
+        for deadline, (session, _) in self._running.items():
             if session.ended and not deadline.expired():
                 deadline.reschedule(0)
 
@@ -150,17 +171,18 @@ class _Pull:
         self,
         puller: Puller,
         inner: InnerSession,
-        pool_id: bytes,
         target: str,
         keys: Sequence[bytes],
         request: pb.PullRequest,
+        is_fetch: bool,
     ) -> None:
         self._puller = puller
         self._core, self._plane, self._links = puller._core, puller._plane, puller._links
         self._inner = inner
-        self._pool_id = pool_id
-        self._source = request.source
+        self._pool_id = inner.session.pool_id
+        self.source = request.source
         self._wait_seconds = request.wait_ms / 1000
+        self._is_fetch = is_fetch
         self._lease_id = 0
         self._target = target
         self._open_channel()
@@ -172,10 +194,10 @@ class _Pull:
         self._backoff = Backoff(random.Random())
         slot_bytes = inner.layout.slot_bytes
         batch = max(1, min(BATCH_BYTES // slot_bytes, MAX_BATCH))
-        self.plan = PullPlan(len(keys), batch=batch, attempts=ATTEMPTS)
+        self.plan = PullPlan(len(keys), batch=batch, attempts=1 if is_fetch else ATTEMPTS)
         self.error: KVSieveError | None = None
         self._moved_at = 0.0
-        self._moved = asyncio.Event()
+        self.moved = asyncio.Event()
         """Set, and another one made, when blocks have come or the pull is over."""
 
     async def run(self) -> None:
@@ -216,7 +238,7 @@ class _Pull:
 
     def _move(self) -> None:
         self._moved_at = asyncio.get_running_loop().time()
-        moved, self._moved = self._moved, asyncio.Event()
+        moved, self.moved = self.moved, asyncio.Event()
         moved.set()
 
     # Pulls of the same blocks: one brings them, the others wait for it
@@ -225,17 +247,17 @@ class _Pull:
         """Claims the blocks that are missing and that no other pull brings; what to wait for when another one
         brings the first."""
         claims, missing = self._puller.claims, self._keys[self.plan.present :]
-        owner = claims.setdefault((self._source, self._pool_id, missing[0]), self)
+        owner = claims.setdefault((self.source, self._pool_id, missing[0]), self)
         if owner is not self:
-            return owner._moved
+            return owner.moved
         for key in missing:
-            claims.setdefault((self._source, self._pool_id, key), self)
+            claims.setdefault((self.source, self._pool_id, key), self)
         return None
 
     def _unclaim(self) -> None:
         claims = self._puller.claims
         for key in self._keys:
-            place = (self._source, self._pool_id, key)
+            place = (self.source, self._pool_id, key)
             if claims.get(place) is self:
                 del claims[place]
         self._move()
@@ -243,7 +265,7 @@ class _Pull:
     async def _again(self, error: KVSieveError) -> None:
         self.error = error
         self.plan.broke(str(error))
-        _log.info("pull from %s: %s", self._source, error)
+        _log.info("pull from %s: %s", self.source, error)
         await self._leave()
         self._open_channel()
         if self.plan.step != "done":
@@ -304,7 +326,7 @@ class _Pull:
             into = self._inner.layout.slot_addresses(grant.slots)
             assert self._description is not None
             await self._links.read(
-                self._source, self._description, self._offer.token, ranges, into, READ_SECONDS
+                self.source, self._description, self._offer.token, ranges, into, READ_SECONDS
             )
             wanted = self._offer.digests[at * DIGEST_BYTES : (at + count) * DIGEST_BYTES]
             good = await self._puller.in_thread(_sound, self._plane, into, size, wanted)
@@ -337,7 +359,7 @@ class _Pull:
         offer, self._offer = self._offer, pb.OfferResponse()
         if offer.token:
             with suppress(KVSieveError):  # it runs out by itself
-                taken = min(self.plan.present - self._first, offer.blocks)
+                taken = 0 if self._is_fetch else min(self.plan.present - self._first, offer.blocks)
                 withdraw = pb.WithdrawRequest(token=offer.token, taken=taken)
                 await self._call("Withdraw", self._stub.Withdraw(withdraw, timeout=WITHDRAW_SECONDS))
 
@@ -345,10 +367,11 @@ class _Pull:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
-            raise call_error(error, name, self._source) from None
+            raise call_error(error, name, self.source) from None
 
 
-def _keys(request: pb.PullRequest) -> list[bytes]:
+def keys_of(request: pb.PullRequest) -> list[bytes]:
+    """Raises InvalidRequestError for keys, parent, timeout_ms or wait_ms."""
     raw: bytes = request.keys
     count, rest = divmod(len(raw), KEY_BYTES)
     if rest or not 1 <= count <= MAX_BATCH:

@@ -88,7 +88,20 @@ def status(core: Core) -> pb.StatusResponse:
         rss_bytes=max(memory.rss - memory.shared, 0),
         listen=core.listening,
         arena_dir=str(core.arena.path),
+        **_directory(core),
     )
+
+
+def _directory(core: Core) -> dict[str, Any]:
+    directory = core.directory
+    if directory is None:
+        return {"directory": "local"}
+    return {
+        "directory": directory.name,
+        "directory_down": directory.down,
+        "directory_address": directory.address,
+        "directory_queued": directory.queued,
+    }
 
 
 def pools(core: Core) -> list[pb.PoolInfo]:

@@ -30,6 +30,7 @@ from kvsieve_store.settings import StoreSettings
 from kvsieve_store.state import Grant, Sealed, Session, StateSettings, StoreState, U32Array
 
 if TYPE_CHECKING:
+    from kvsieve_store.directory.directory import Directory
     from kvsieve_store.peers.peers import Peers
 
 _log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Core:
     draining: set once a drain has begun.
     stop_requested: set when the process is to end.
     peers: other stores; None until the store is ready.
+    directory: what they hold; None when it is local, so that nobody is told and nobody found.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Core:
         arena: Arena,
         stop_requested: asyncio.Event,
         monotonic: Callable[[], float] = time.monotonic,
+        directory: Directory | None = None,
     ) -> None:
         """monotonic: seconds, from which the store's clock takes its time."""
         self.settings = settings
@@ -86,7 +89,8 @@ class Core:
                 max_sessions=settings.max_sessions,
                 free_low=settings.free_low,
                 free_high=settings.free_high,
-            )
+            ),
+            directory,
         )
         self.instance = secrets.token_bytes(16)
         self.phase: Literal["prefaulting", "ready", "draining"] = "prefaulting"
@@ -103,6 +107,7 @@ class Core:
         self._locks: dict[bytes, SessionLock] = {}
         self._inner: dict[bytes, InnerSession] = {}
         self.peers: Peers | None = None
+        self.directory = directory
 
     def now(self) -> float:
         """Monotonic seconds, without those in which the process stood still."""
@@ -329,4 +334,5 @@ class Core:
             credits=credits_message(grant),
             store_version=__version__,
             peer_address=self.peer_address,
+            directory=self.directory is not None,
         )

@@ -13,6 +13,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from kvsieve_store import __version__
+from kvsieve_store.directory.directory import Directory
 from kvsieve_store.peers.peers import Peers
 from kvsieve_store.server.core import Core
 
@@ -60,6 +61,36 @@ class StateCollector(Collector):
         yield from self._counters()
         if self._core.peers is not None:
             yield from self._peers(self._core.peers)
+        if self._core.directory is not None:
+            yield from self._directory(self._core.directory)
+
+    def _directory(self, directory: Directory) -> Iterator[Metric]:
+        counters = directory.counters
+        peers = self._core.peers
+        for name, help_text, value in (
+            ("up", "1 while the directory can be used.", float(not directory.down)),
+            ("queued_keys", "Changes that the directory has to be told of.", directory.queued),
+        ):
+            yield GaugeMetricFamily(f"kvsieve_directory_{name}", help_text, value=value)
+        for name, help_text, value in (
+            ("announced_keys", "Blocks announced, anew or again.", counters.announced),
+            ("withdrawn_keys", "Blocks withdrawn.", counters.withdrawn),
+            ("dropped_keys", "Changes that there was no room for.", directory.overflowed),
+            ("failures", "Calls of the directory that failed.", counters.failures),
+            ("stale_holders", "Stores named by the directory that had not what it said.", counters.stale),
+            (
+                "fetched_blocks",
+                "Blocks brought from stores that the directory named.",
+                peers.fetcher.blocks if peers and peers.fetcher else 0,
+            ),
+        ):
+            yield CounterMetricFamily(f"kvsieve_directory_{name}", help_text, value=value)
+        lookups = CounterMetricFamily(
+            "kvsieve_directory_lookups", "Chains looked for, by what came of it.", labels=["outcome"]
+        )
+        for outcome in ("found", "missing", "failed"):
+            lookups.add_metric([outcome], getattr(counters, outcome))
+        yield lookups
 
     def _peers(self, peers: Peers) -> Iterator[Metric]:
         for name, help_text, value in (

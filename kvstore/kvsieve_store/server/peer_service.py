@@ -30,7 +30,10 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         return pb.WithdrawResponse()
 
     async def Pull(self, request: pb.PullRequest, context: Context) -> pb.PullResponse:
-        return await self._peers.puller.pull(request)
+        peers = self._peers
+        if not request.source and peers.fetcher is not None:
+            return await peers.fetcher.fetch(request)
+        return await peers.puller.pull(request)
 
     async def Hold(self, request: pb.HoldRequest, context: Context) -> pb.HoldResponse:
         held = self._peers.holds.hold(request.session_id, request.keys, request.hold_ms)

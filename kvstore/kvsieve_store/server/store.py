@@ -16,6 +16,7 @@ from kvsieve.v1 import admin_pb2, admin_pb2_grpc, peer_pb2, peer_pb2_grpc, store
 from kvsieve_store import __version__
 from kvsieve_store.addresses import TcpAddress, UnixAddress
 from kvsieve_store.arena import Arena
+from kvsieve_store.directory.directory import Directory
 from kvsieve_store.errors import SettingsError, UnavailableError
 from kvsieve_store.peers.peers import Peers
 from kvsieve_store.peers.plane import DataPlane
@@ -111,6 +112,9 @@ class Store:
             if isinstance(address, UnixAddress):
                 lock = sockets.claim(address.path)
                 self._exits.callback(lock.close)
+        directory = Directory(settings) if settings.directory != "local" else None
+        if directory is not None:
+            self._exits.push_async_callback(directory.close)
         arena = Arena.create(
             settings.hugepages or settings.shm_dir,
             settings.pool_size,
@@ -122,7 +126,7 @@ class Store:
         )
         self._exits.callback(arena.close)
         self._exits.push_async_callback(self._end_prefault)
-        core = self._core = Core(settings, arena, self._stop_requested)
+        core = self._core = Core(settings, arena, self._stop_requested, directory=directory)
         self._exits.callback(core.close)
         self._exits.push_async_callback(self._end_peers, core)
         registry = registry_of(core)
@@ -185,6 +189,8 @@ class Store:
             await asyncio.shield(self._prefault)
             plane = await asyncio.to_thread(DataPlane, self.settings, arena)
             core.peers = Peers(core, plane)
+            if core.directory is not None:
+                core.directory.start(core.peer_address, core.state.walk)
         except Exception as error:
             self._failure = error
             self._ready.set()

@@ -1,6 +1,7 @@
 """The store's pure state machine: no I/O, no clock. StoreState is its one entry point."""
 
 from kvsieve_store.state.arrays import U8Array, U32Array
+from kvsieve_store.state.changes import Changes
 from kvsieve_store.state.results import (
     BlockPage,
     BlockRow,
@@ -24,6 +25,7 @@ from kvsieve_store.state.store import StoreState
 __all__ = [
     "BlockPage",
     "BlockRow",
+    "Changes",
     "Cleared",
     "Counters",
     "Evicted",

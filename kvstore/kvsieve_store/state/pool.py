@@ -8,6 +8,7 @@ from kvsieve_store.errors import SlotNotHeldError
 from kvsieve_store.protocol.layout import ExtentLayout
 from kvsieve_store.protocol.spec import PoolSpec
 from kvsieve_store.state.arrays import BoolArray, I32Array, KeyArray, SlotArray, U8Array, U32Array, as_slots
+from kvsieve_store.state.changes import Changes
 from kvsieve_store.state.index import KeyIndex
 from kvsieve_store.state.protection import Protection
 from kvsieve_store.state.results import Counters, Grant
@@ -27,11 +28,17 @@ class Pool:
 
     spec, layout: the fingerprint, and where its slots lie. extents: extent numbers that the pool owns.
     quota: most extents that it may own. attached, fencing: sessions in each state. last_used: seconds.
-    refilling: the tick is evicting up to the high watermark.
+    refilling: the tick is evicting up to the high watermark. changes: told of blocks that come and go.
     """
 
     def __init__(
-        self, spec: PoolSpec, layout: ExtentLayout, arena_extents: int, quota: int, now: float
+        self,
+        spec: PoolSpec,
+        layout: ExtentLayout,
+        arena_extents: int,
+        quota: int,
+        now: float,
+        changes: Changes | None = None,
     ) -> None:
         slots = arena_extents * layout.slots_per_extent
         self.spec = spec
@@ -49,6 +56,7 @@ class Pool:
         self.fencing = 0
         self.last_used = now
         self.refilling = False
+        self._changes = changes
         self._free = FreeSlots(slots)
 
     @property
@@ -156,6 +164,8 @@ class Pool:
         self.writing -= len(new)
         self.counters.sealed_blocks += len(new)
         self.counters.duplicate_blocks += len(slots) - len(new)
+        if self._changes is not None and len(new):
+            self._changes.sealed(self.pool_id, keys[fresh].tobytes())
         return np.where(fresh, SEAL_SEALED, SEAL_DUPLICATE).astype(np.uint8)
 
     def _link(self, new: SlotArray, parents: KeyArray) -> None:
@@ -190,6 +200,12 @@ class Pool:
             if end < len(slots):
                 break
         return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def sealed_keys(self, extent: int) -> KeyArray:
+        """Keys of an extent's sealed blocks; none when it is not the pool's."""
+        part = self.extent_slots(extent)
+        keys: KeyArray = self.table.key[part][self.table.state[part] == SEALED]
+        return keys
 
     def visit(self, prefix: SlotArray, asked: int) -> None:
         """Marks what find_prefix() found as visited, and counts it. asked: keys looked for."""
@@ -236,6 +252,8 @@ class Pool:
         self._forget(slots)
 
     def _forget(self, slots: SlotArray) -> None:
+        if self._changes is not None and len(slots):
+            self._changes.dropped(self.pool_id, self.table.key[slots].tobytes())
         self.index.remove(slots)
         self.table.free(slots)
         self._free.push(slots)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from kvsieve_store.protocol.limits import MAX_BATCH, MAX_CREDITS, MAX_LEASE_MS, 
 from kvsieve_store.protocol.spec import PoolSpec
 from kvsieve_store.state import admin
 from kvsieve_store.state.arrays import SlotArray, U32Array, as_keys, each_once
+from kvsieve_store.state.changes import Changes
 from kvsieve_store.state.extents import ExtentLedger
 from kvsieve_store.state.leases import Lease, LeaseBook
 from kvsieve_store.state.pool import Pool
@@ -54,8 +55,9 @@ class StoreState:
     goes back. Keys are 32 bytes each, end to end. Errors are those of kvsieve_store.errors.
     """
 
-    def __init__(self, settings: StateSettings) -> None:
-        """Raises SettingsError for a quota smaller than an extent."""
+    def __init__(self, settings: StateSettings, changes: Changes | None = None) -> None:
+        """changes: told of blocks that come and go. Raises SettingsError for a quota smaller than an
+        extent."""
         named = {f"quotas[{name}]": quota for name, quota in settings.quotas.items()}
         for field, quota in {"pool_quota": settings.pool_quota_bytes, **named}.items():
             if quota and quota < settings.extent_bytes:
@@ -63,6 +65,7 @@ class StoreState:
                     f"{field}: {quota} bytes given, at least one extent ({settings.extent_bytes}) required"
                 )
         self._settings = settings
+        self._changes = changes
         self._pools: dict[str, Pool] = {}
         self._sessions = SessionTable(settings.max_sessions)
         self._leases = LeaseBook()
@@ -163,6 +166,14 @@ class StoreState:
         """Whether the pool has the block, sealed; counts as no look-up."""
         wanted = as_keys("keys", key, 1, 1)
         return any(pool.pool_id == pool_id and len(pool.find_prefix(wanted)) for pool in self._pools.values())
+
+    def walk(self) -> Iterator[tuple[bytes, bytes]]:
+        """Pool id and keys of all sealed blocks, an extent a time: those that are there when it is its turn.
+        The state may change between two extents; a block that is sealed meanwhile may be left out."""
+        for pool in list(self._pools.values()):
+            for extent in list(pool.extents):
+                if len(keys := pool.sealed_keys(extent)):
+                    yield pool.pool_id, keys.tobytes()
 
     def match(self, session_id: bytes, keys: bytes, lease_ms: int, now: float) -> Match:
         """Longest sealed prefix of `keys`, leased for `lease_ms` milliseconds (0: not leased).
@@ -372,7 +383,8 @@ class StoreState:
                 "use larger blocks or a smaller arena"
             )
         quota = settings.quotas.get(spec.name, settings.pool_quota_bytes) // settings.extent_bytes
-        new = Pool(spec, layout, settings.extents, min(quota or settings.extents, settings.extents), now)
+        most = min(quota or settings.extents, settings.extents)
+        new = Pool(spec, layout, settings.extents, most, now, self._changes)
         if pool is not None:
             self._remove_pool(pool)
         return new

@@ -11,7 +11,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("version", "instance", "uptime_seconds", "state", "prefaulted", "arena_bytes", "owned_bytes", "sealed_bytes", "pools", "sessions", "sealed_blocks", "leases", "rss_bytes", "listen", "arena_dir")
+    __slots__ = ("version", "instance", "uptime_seconds", "state", "prefaulted", "arena_bytes", "owned_bytes", "sealed_bytes", "pools", "sessions", "sealed_blocks", "leases", "rss_bytes", "listen", "arena_dir", "directory", "directory_down", "directory_address", "directory_queued")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,10 @@ class StatusResponse(_message.Message):
     RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
     LISTEN_FIELD_NUMBER: _ClassVar[int]
     ARENA_DIR_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_DOWN_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_QUEUED_FIELD_NUMBER: _ClassVar[int]
     version: str
     instance: bytes
     uptime_seconds: float
@@ -42,7 +46,11 @@ class StatusResponse(_message.Message):
     rss_bytes: int
     listen: _containers.RepeatedScalarFieldContainer[str]
     arena_dir: str
-    def __init__(self, version: _Optional[str] = ..., instance: _Optional[bytes] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ..., prefaulted: _Optional[float] = ..., arena_bytes: _Optional[int] = ..., owned_bytes: _Optional[int] = ..., sealed_bytes: _Optional[int] = ..., pools: _Optional[int] = ..., sessions: _Optional[int] = ..., sealed_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., listen: _Optional[_Iterable[str]] = ..., arena_dir: _Optional[str] = ...) -> None: ...
+    directory: str
+    directory_down: str
+    directory_address: str
+    directory_queued: int
+    def __init__(self, version: _Optional[str] = ..., instance: _Optional[bytes] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ..., prefaulted: _Optional[float] = ..., arena_bytes: _Optional[int] = ..., owned_bytes: _Optional[int] = ..., sealed_bytes: _Optional[int] = ..., pools: _Optional[int] = ..., sessions: _Optional[int] = ..., sealed_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., listen: _Optional[_Iterable[str]] = ..., arena_dir: _Optional[str] = ..., directory: _Optional[str] = ..., directory_down: _Optional[str] = ..., directory_address: _Optional[str] = ..., directory_queued: _Optional[int] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ()

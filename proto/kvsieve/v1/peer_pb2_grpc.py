@@ -80,7 +80,8 @@ class PeerServicer(object):
         """Brings blocks from another store into the pool of a session, where Match finds them afterwards. Blocks come in
         the order of the keys, and stop at the first that is not to be had.
         Errors: INVALID_ARGUMENT (a field), NOT_FOUND (the session), RESOURCE_EXHAUSTED (too many sessions or pulls),
-        UNAVAILABLE (nothing came: the other store was not reached in time, or has not got the pool).
+        UNAVAILABLE (nothing came: the other store was not reached in time, or has not got the pool; not without a
+        source, where no store that has them is an answer like any other).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
