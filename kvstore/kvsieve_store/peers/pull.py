@@ -97,9 +97,6 @@ class Puller:
             del self._running[deadline]
             self._core.end_inner_session(inner)
         plan = pull.plan
-        counters = self._links.counters_of(request.source)
-        counters.pulled += plan.pulled
-        counters.damaged += plan.damaged
         if pull.error is not None and not plan.present:
             raise UnavailableError(f"pull from {request.source}: {plan.reason}")
         return pb.PullResponse(
@@ -310,6 +307,9 @@ class _Pull:
             raise
         self._seal(grant, good)
         plan.landed(count, good)
+        counters = self._links.counters_of(self._source)
+        counters.pulled += good
+        counters.damaged += good < count
         if good:
             self._backoff.reset()
             self._move()
