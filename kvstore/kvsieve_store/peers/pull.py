@@ -115,9 +115,6 @@ class Puller:
         finally:
             del self._running[deadline]
             self._core.end_inner_session(inner)
-        counters = self._links.counters_of(request.source)
-        counters.pulled += pull.plan.pulled
-        counters.damaged += pull.plan.damaged
         return pull.plan, pull.error
 
     def coming(self, pool_id: bytes, key: bytes) -> asyncio.Event | None:
@@ -335,6 +332,9 @@ class _Pull:
             raise
         self._seal(grant, good)
         plan.landed(count, good)
+        counters = self._links.counters_of(self._source)
+        counters.pulled += good
+        counters.damaged += good < count
         if good:
             self._backoff.reset()
             self._move()
