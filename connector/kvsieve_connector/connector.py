@@ -148,8 +148,7 @@ class KVSieveConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._sched.finished(request)
-        return False, None
+        return False, self._sched.finished(request)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._sched.take_events()

@@ -25,6 +25,9 @@ class RequestState:
     lookups: False once a load has failed; the request is computed from then on.
     saves: False once a block can't be saved any more; what follows could not be found without it.
     asked_again: sparse mode: the match in hand was asked because the one before fell short.
+    departs: it goes on at another engine once its prompt is computed. tail_saved: its
+    tail (blocks.py) is stored, too.
+    arrives: its prompt was computed by another engine.
     """
 
     request: Request
@@ -36,6 +39,9 @@ class RequestState:
     lookups: bool = True
     saves: bool = True
     asked_again: bool = False
+    departs: bool = False
+    tail_saved: bool = False
+    arrives: bool = False
 
 
 @dataclass(slots=True)

@@ -15,13 +15,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import BlockStored, KVCacheEvent
 from vllm.logger import init_logger
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.request import RequestStatus
 
-from kvsieve_connector.geometry import group_block_tokens, store_block_tokens
+from kvsieve_connector.blocks import Blocks
+from kvsieve_connector.handoff import (
+    Arrivals,
+    Departures,
+    Part,
+    Source,
+    departure_params,
+    is_departure,
+    parts_of,
+)
 from kvsieve_connector.metadata import BlockPages, LoadOrder, SaveOrder, StepOrders, WorkerReport
 from kvsieve_connector.requests import Load, RequestState, SaveJob, Sealing
 from kvsieve_connector.settings import ConnectorSettings
@@ -47,19 +58,17 @@ ResolveBlockIds = Callable[[str], tuple[list[int], ...]]
 class SchedulerHalf:
     """See the module's docstring. Works without a store until `use` is called."""
 
+    _takes_tails = True
+    """Whether a request can begin with a block that is not full."""
+
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: ConnectorSettings
     ) -> None:
         self.settings = settings
         self.stats = KVSieveStats()
-        self.block_tokens = store_block_tokens(kv_cache_config)
-        self._group_tokens = group_block_tokens(kv_cache_config)
-        hash_tokens = kv_cache_config.hash_block_size or self.block_tokens
-        if self.block_tokens % hash_tokens:
-            raise ValueError(
-                f"kvsieve: hash block size {hash_tokens} does not divide the block size {self.block_tokens}"
-            )
-        self._hashes_per_block = self.block_tokens // hash_tokens
+        hash_fn = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+        self.blocks = Blocks(kv_cache_config, hash_fn)
+        self.block_tokens = self.blocks.tokens
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._max_running = vllm_config.scheduler_config.max_num_seqs
         events = vllm_config.kv_events_config
@@ -79,6 +88,8 @@ class SchedulerHalf:
         self._in_flight: Counter[bytes] = Counter()
         """Keys being written or sealed, and how many blocks of each."""
         self._sealing: list[Sealing] = []
+        self._arrivals = Arrivals(settings, self.stats)
+        self._departures = Departures(settings.handoff_lease_ms / 1000)
         self._credit_target = 0
         self._leases_back: list[int] = []
         self._slots_back: list[SlotRef] = []
@@ -100,6 +111,13 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Request) -> None:
         state = self._requests[request.request_id] = RequestState(request)
+        state.departs = is_departure(request)
+        if (source := Source.of(request)) is not None:
+            state.arrives = True
+            attachment = None if self._unready else self._attachment()
+            self._arrivals.begin(request.request_id, source, self._parts(request), attachment)
+            self._arrivals.poll(self._client)
+            return
         # A request that will queue for long is matched when its turn comes: its lease would only wait.
         if len(self._requests) <= self._max_running:
             self._start_match(state)
@@ -107,6 +125,8 @@ class SchedulerHalf:
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens that a load can add to `local_tokens`; None while the store has not answered."""
         state = self._requests.setdefault(request.request_id, RequestState(request))
+        if not self._has_arrived(request, local_tokens):
+            return None, False
         if state.match is None and not self._start_match(state):
             return 0, False
         assert state.match is not None
@@ -119,7 +139,7 @@ class SchedulerHalf:
         match = self._match_result(state)
         if match is None:
             return 0, False
-        tokens = len(match.refs) * self.block_tokens - local_tokens
+        tokens = self._tokens_of(match, request) - local_tokens
         if tokens <= 0 or local_tokens % self.block_tokens:
             self._drop_match(state)
             return 0, False
@@ -138,8 +158,8 @@ class SchedulerHalf:
             return
         match = state.match.result()
         last = len(match.refs)
-        first = last - external_tokens // self.block_tokens
-        pages = self._pages(blocks.get_block_ids(), range(first, last))
+        first = (self._tokens_of(match, request) - external_tokens) // self.block_tokens
+        pages = self.blocks.pages(blocks.get_block_ids(), range(first, last))
         refs = tuple(match.refs[first:last])
         self._new_loads.append(LoadOrder(request.request_id, state.instance, refs, tuple(pages)))
         self._loads[request.request_id] = Load(match.lease_ids, match.epoch)
@@ -159,20 +179,33 @@ class SchedulerHalf:
     def _start_match(self, state: RequestState) -> bool:
         """False when there is nothing to ask, or nobody."""
         request, attachment = state.request, self._attachment()
-        # The last token is always computed: its output is what the step is for.
-        count = min(self._keys_known(request), (request.num_tokens - 1) // self.block_tokens)
-        if attachment is None or self._unready or count == 0:
+        if attachment is None or self._unready:
             return False
         if not state.lookups or request.skip_reading_prefix_cache:
             return False
         if state.asked_after == request.num_preemptions:
             return False
+        keys = self._wanted_keys(state)
+        if not keys:
+            return False
         assert self._client is not None
         state.asked_after = request.num_preemptions
-        state.match = self._client.match_async([self._key(request, i) for i in range(count)])
+        state.match = self._client.match_async(keys)
         state.match_started = time.monotonic()
-        self.stats.add(asked_blocks=count)
+        self.stats.add(asked_blocks=len(keys))
         return True
+
+    def _wanted_keys(self, state: RequestState) -> list[bytes]:
+        """Blocks that the request could begin with. Of one that was handed over, all of the prompt."""
+        request = state.request
+        if state.arrives and self._takes_tails and request.num_tokens == request.num_prompt_tokens:
+            return self._prompt_keys(request)
+        # The last token is always computed: its output is what the step is for.
+        return self.blocks.first(request, (request.num_tokens - 1) // self.block_tokens)
+
+    def _tokens_of(self, match: Match, request: Request) -> int:
+        """Tokens that the request can begin with; the last one is always computed."""
+        return min(len(match.refs) * self.block_tokens, request.num_tokens - 1)
 
     def _match_result(self, state: RequestState) -> Match | None:
         """The answer to a finished match, unless the call failed or its session is gone."""
@@ -185,7 +218,7 @@ class SchedulerHalf:
             state.match = None
             return None
         state.instance = attachment.instance
-        state.known = max(state.known, len(match.refs))
+        state.known = max(state.known, min(len(match.refs), self.blocks.known(state.request)))
         return match
 
     def _drop_match(self, state: RequestState) -> None:
@@ -223,7 +256,11 @@ class SchedulerHalf:
                 state = self._requests.get(req_id)
                 if state is not None and state.saves:
                     self._save_full_blocks(state, tokens, block_state.resolve_block_ids, orders)
+                    if state.departs and not state.tail_saved:
+                        self._save_tail(state, tokens, block_state.resolve_block_ids, orders)
         self._poll_seals()
+        self._arrivals.poll(self._client)
+        self._departures.poll(self._client, self._in_flight)
         self._give_back()
         return orders
 
@@ -248,6 +285,7 @@ class SchedulerHalf:
                         ready.append(job)
         if ready and self._client is not None:
             self._seal(ready, self._client)
+        self._departures.poll(self._client, self._in_flight)
         self._give_back()
 
     def _seal(self, ready: list[SaveJob], client: StoreClient) -> None:
@@ -260,15 +298,83 @@ class SchedulerHalf:
 
     def has_pending_work(self) -> bool:
         """Whether the engine should step on although no request runs: reports or answers are due."""
-        return bool(self._jobs or self._sealing)
+        return bool(self._jobs or self._sealing or self._departures)
 
-    def finished(self, request: Request) -> None:
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """`kv_transfer_params` for the answer of a request that goes on elsewhere."""
         state = self._requests.pop(request.request_id, None)
         if state is None:
-            return
+            return None
+        self._arrivals.end(request.request_id)
         self._drop_match(state)
+        self._count_skipped(state)
+        return self._depart(state) if state.departs else None
+
+    def _count_skipped(self, state: RequestState) -> None:
         if self._sent_epoch and (skipped := self._full_blocks(state, 0) - state.known) > 0:
             self.stats.add(skipped_saves=skipped)
+
+    # Hand-offs
+
+    def _has_arrived(self, request: Request, local_tokens: int) -> bool:
+        """Whether a request can be matched. One whose prompt the GPU has needs nothing from elsewhere."""
+        if local_tokens and local_tokens + self.block_tokens >= request.num_tokens:
+            self._arrivals.end(request.request_id)
+        return self._arrivals.is_over(request.request_id, self._client)
+
+    def _parts(self, request: Request) -> list[Part]:
+        """What to pull for a request."""
+        return parts_of(self._prompt_keys(request))
+
+    def _prompt_keys(self, request: Request) -> list[bytes]:
+        """Keys of the prompt's full blocks and, where it can be used, of its tail."""
+        keys = self.blocks.first(request, self.blocks.full(request))
+        tail = self.blocks.tail_key(request) if self._takes_tails else b""
+        return [*keys, tail] if tail else keys
+
+    def _save_tail(
+        self, state: RequestState, tokens: int, resolve: ResolveBlockIds, orders: StepOrders
+    ) -> None:
+        """Orders a save of the prompt's tail, in the step that computes its end."""
+        request = state.request
+        if not self._takes_tails or request.num_computed_tokens + tokens < request.num_prompt_tokens:
+            return
+        key, full = self.blocks.tail_key(request), self.blocks.full(request)
+        if not key:
+            return
+        if key in self._in_flight:
+            state.tail_saved = True
+            return
+        assert self._client is not None
+        for ref in self._client.take_credits(1, epoch=self._sent_epoch):
+            (block,) = self.blocks.pages(resolve(request.request_id), [full])
+            job = SaveJob(key, self.blocks.parent(request, full), ref, None)
+            orders.saves.append(SaveOrder(self._begin(job), ref.slot, block))
+            state.tail_saved = True
+
+    def _depart(self, state: RequestState) -> dict[str, Any] | None:
+        """Keeps what is stored of the prompt for who goes on with it. None: there is nothing to be had."""
+        request, attachment = state.request, self._attachment()
+        if attachment is None or request.status == RequestStatus.FINISHED_ABORTED:
+            return None
+        if not attachment.peer_address:
+            logger.warning_once(
+                "kvsieve: do_remote_decode: this engine's store serves no other stores (kvsieve serve "
+                "--peer-listen); the prompt will be computed again elsewhere"
+            )
+            return None
+        full = self.blocks.full(request)
+        stored = min(self._stored_blocks(state), full)
+        keys, tokens = self.blocks.first(request, stored), stored * self.block_tokens
+        if state.tail_saved and stored == full:
+            keys, tokens = [*keys, self.blocks.tail_key(request)], request.num_prompt_tokens
+        self._departures.add(keys)
+        self.stats.add(handoffs_out=1)
+        return departure_params(attachment, tokens)
+
+    def _stored_blocks(self, state: RequestState) -> int:
+        """Of the request's blocks, from the first on, those that the store has or is about to have."""
+        return state.known
 
     def take_events(self) -> list[KVCacheEvent]:
         events, self._events = self._events, []
@@ -285,10 +391,10 @@ class SchedulerHalf:
         wanted = [
             (index, key)
             for index in range(state.known, full)
-            if (key := self._key(request, index)) not in self._in_flight
+            if (key := self.blocks.key(request, index)) not in self._in_flight
         ]
-        pages = self._pages(resolve(request.request_id), [index for index, _ in wanted])
-        whole = next((i for i, block in enumerate(pages) if not self._is_whole(block)), len(pages))
+        pages = self.blocks.pages(resolve(request.request_id), [index for index, _ in wanted])
+        whole = next((i for i, block in enumerate(pages) if not self.blocks.is_whole(block)), len(pages))
         if whole < len(pages):
             # A sliding window has passed this block before it could be saved.
             state.saves, full = False, wanted[whole][0]
@@ -302,8 +408,8 @@ class SchedulerHalf:
     def _order_save(
         self, request: Request, index: int, ref: SlotRef, block: BlockPages, orders: StepOrders
     ) -> SaveJob:
-        key = self._key(request, index)
-        parent = self._key(request, index - 1) if index else b""
+        key = self.blocks.key(request, index)
+        parent = self.blocks.parent(request, index)
         event = self._stored_event(request, index, key, parent) if self._with_events else None
         job = SaveJob(key, parent, ref, event)
         orders.saves.append(SaveOrder(self._begin(job), ref.slot, block))
@@ -323,7 +429,7 @@ class SchedulerHalf:
         if not self.settings.save_decode:
             computed = min(computed, request.num_prompt_tokens)
         # Keys exist for confirmed tokens only, so rejected draft tokens are never saved.
-        return min(computed // self.block_tokens, self._keys_known(request))
+        return min(computed // self.block_tokens, self.blocks.known(request))
 
     def _abandon(self, job: SaveJob) -> None:
         """The block will not be sealed; its slot goes back."""
@@ -398,6 +504,7 @@ class SchedulerHalf:
         self._in_flight.clear()
         self._leases_back.clear()
         self._slots_back.clear()
+        self._departures.forget()
         for state in self._requests.values():
             state.known, state.saves = 0, True
 
@@ -411,28 +518,3 @@ class SchedulerHalf:
         if self._slots_back:
             self._client.release_async((), self._slots_back, epoch=self._sent_epoch)
             self._slots_back = []
-
-    # Keys and pages
-
-    def _keys_known(self, request: Request) -> int:
-        return len(request.block_hashes) // self._hashes_per_block
-
-    def _key(self, request: Request, index: int) -> bytes:
-        """Key of a request's block: its last hash, which chains over all before it."""
-        return bytes(request.block_hashes[(index + 1) * self._hashes_per_block - 1])
-
-    def _pages(self, block_ids: tuple[list[int], ...], indices: Iterable[int]) -> list[BlockPages]:
-        per_block = [self.block_tokens // tokens for tokens in self._group_tokens]
-        return [
-            tuple(
-                tuple(ids[index * n : (index + 1) * n]) for ids, n in zip(block_ids, per_block, strict=True)
-            )
-            for index in indices
-        ]
-
-    def _is_whole(self, block: BlockPages) -> bool:
-        """Whether every group has all its pages of the block."""
-        return all(
-            len(pages) * tokens == self.block_tokens and all(pages)
-            for pages, tokens in zip(block, self._group_tokens, strict=True)
-        )

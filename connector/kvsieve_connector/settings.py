@@ -45,6 +45,15 @@ class ConnectorSettings(BaseModel):
     save_decode: bool = True
     """Whether blocks that fill while decoding are saved too, or only those of the prompt."""
 
+    handoff_lease_ms: int = Field(default=60_000, ge=1, le=600_000)
+    """Prefill side of a hand-off: how long a finished prompt is kept unless it is pulled before."""
+
+    handoff_wait_ms: int = Field(default=1_000, ge=0, le=600_000)
+    """Decode side of a hand-off: how long it goes on without a new block, unless the request says."""
+
+    handoff_timeout_ms: int = Field(default=120_000, ge=1, le=600_000)
+    """Decode side of a hand-off: how long it may take in all."""
+
     hot_rows: int | None = Field(default=None, ge=1)
     """Sparse mode: rows of a request's hot buffer, per layer, in whole blocks. Default: 1.5 times the top-k,
     for each token that a request decodes in one step."""

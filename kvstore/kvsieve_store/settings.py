@@ -100,6 +100,11 @@ class StoreSettings(BaseModel):
     peer_listen: str = Field(
         "", description="Address where other stores read blocks from this one, host:port; empty: nowhere."
     )
+    peer_advertise: str = Field(
+        "",
+        description="Control address that other stores are told for this one, host:port; empty: the first of "
+        "listen that is TCP, else the first.",
+    )
     peer_transports: str = Field(
         "shm,ucx,tcp",
         description="Ways to reach other stores, best first.",
@@ -185,6 +190,8 @@ class StoreSettings(BaseModel):
                 f"peer_listen: {peer.host_port} is not a loopback address, and blocks go there without "
                 "encryption; to listen there all the same give --allow-insecure-tcp"
             )
+        if self.peer_advertise and not isinstance(_parse("peer_advertise", self.peer_advertise), TcpAddress):
+            raise ValueError(f"peer_advertise: {self.peer_advertise!r} given, host:port required")
         if self.http and not isinstance(_parse("http", self.http), TcpAddress):
             raise ValueError(f"http: {self.http!r} given, host:port required")
         return self

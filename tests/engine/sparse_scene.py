@@ -137,6 +137,7 @@ class Scene:
             max_concurrent_batches=overlap,
             kv_events_config=None,
             kv_transfer_config=SimpleNamespace(kv_connector="KVSieveConnector"),
+            cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
         )
         return config
 
@@ -410,7 +411,7 @@ class Scene:
         self.copies.append((self.steps + self.rng.randint(0, self.late), order.job))
 
     def _read_hint(self, order: HintLoad) -> None:
-        last = self.half._key(self.requests[order.req_id], order.tokens // BLOCK - 1)
+        last = self.half.blocks.key(self.requests[order.req_id], order.tokens // BLOCK - 1)
         assert self.arenas[order.epoch][order.ref.slot] == _hint_of(last)
 
     def _forward(self, name: str, tokens: int) -> tuple[list[int], int]:

@@ -82,6 +82,7 @@ class Scene:
             parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
             scheduler_config=SimpleNamespace(max_num_seqs=8),
             kv_events_config=None,
+            cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
         )
         group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
         caches = SimpleNamespace(kv_cache_groups=[group] * groups, hash_block_size=BLOCK)
@@ -102,6 +103,7 @@ class Scene:
             num_preemptions=0,
             skip_reading_prefix_cache=False,
             lora_request=None,
+            kv_transfer_params=None,
             all_token_ids=list(range(blocks * BLOCK + 1)),
         )
 

@@ -122,7 +122,7 @@ def evict(store: StoreProcess, key: bytes) -> None:
 
 
 def key_of(engine: Engine, name: str, index: int) -> bytes:
-    return engine.half._key(engine.requests[name], index)
+    return engine.half.blocks.key(engine.requests[name], index)
 
 
 def first_turn(engine: Engine, answer: int = 100, name: str = "a") -> list[int]:

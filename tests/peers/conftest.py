@@ -66,11 +66,15 @@ class Host:
         self.client.wait_attached(WAIT)
         return self.client.pull(source, keys, **{"seconds": 60.0, **fields})
 
-    def start_pull(self, source: str, keys: Sequence[bytes]) -> Any:
+    def start_pull(self, source: str, keys: Sequence[bytes], wait_ms: int = 0) -> Any:
         """The bare call, to be cancelled."""
         self.client.wait_attached(WAIT)
         request = pb.PullRequest(
-            session_id=self.session_id, source=source, keys=b"".join(keys), timeout_ms=60_000
+            session_id=self.session_id,
+            source=source,
+            keys=b"".join(keys),
+            timeout_ms=60_000,
+            wait_ms=wait_ms,
         )
         return self.peer.Pull.future(request)
 

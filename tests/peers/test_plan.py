@@ -26,18 +26,19 @@ class Pulling(RuleBasedStateMachine):
         self.over = False
         self.last_bad = -1
 
-    @precondition(lambda self: not self.here and self.plan.step == "offer")
-    @rule(count=st.integers(0, 12))
-    def found(self, count: int) -> None:
+    @precondition(lambda self: self.plan.step == "offer")
+    @rule(data=st.data())
+    def found(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(0, self.total - len(self.here)))
         self.plan.found(count)
         self.here += ["found"] * count
 
     @precondition(lambda self: self.plan.step == "offer")
-    @rule(share=st.floats(0, 1))
-    def offered(self, share: float) -> None:
+    @rule(share=st.floats(0, 1), more_may_come=st.booleans())
+    def offered(self, share: float, more_may_come: bool) -> None:
         self.readable = round(share * (self.total - len(self.here)))
-        self.plan.offered(self.readable)
-        self.over = self.over or not self.readable
+        self.plan.offered(self.readable, more_may_come=more_may_come)
+        self.over = self.over or not (self.readable or more_may_come)
 
     @precondition(lambda self: self.plan.step == "read")
     @rule(data=st.data())

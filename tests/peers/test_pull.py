@@ -145,6 +145,143 @@ def test_a_caller_that_gives_up_leaves_nothing(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("transport", ["tcp"], indirect=True)
+class TestWaiting:
+    """Blocks that the source has not got yet."""
+
+    def test_blocks_come_as_they_are_sealed(self, pair: Pair) -> None:
+        source, target = pair
+        source.client.wait_attached(WAIT)
+        keys = chain(30)
+        with ThreadPoolExecutor() as pool:
+            pulled = pool.submit(target.pull, source.store.endpoint, keys, wait_seconds=WAIT)
+            for start in (0, 10, 20):
+                assert source.save(10, start) == keys[start : start + 10]
+                while target.metric("kvsieve_peer_pulled_blocks_total") + target.holds(keys) < start + 10:
+                    time.sleep(0.01)
+            answer = pulled.result(WAIT)
+        assert (answer.present, answer.pulled, answer.reason) == (30, 30, "")
+        assert target.holds(keys) == 30
+        source.settled()
+        target.settled()
+
+    def test_it_ends_when_nothing_comes_for_so_long(self, pair: Pair) -> None:
+        source, target = pair
+        keys = source.save(5)
+        answer = target.pull(source.store.endpoint, keys + chain(5, start=5), wait_seconds=0.3)
+        assert (answer.present, answer.pulled) == (5, 5)
+        assert "no more" in answer.reason
+        source.settled()
+        target.settled()
+
+    def test_pulls_of_the_same_blocks_bring_each_once(self, pair: Pair) -> None:
+        source, target = pair
+        source.client.wait_attached(WAIT)
+        keys = chain(20)
+        with ThreadPoolExecutor() as pool:
+            pulls = [
+                pool.submit(target.pull, source.store.endpoint, keys[:n], wait_seconds=WAIT)
+                for n in (20, 20, 15, 10)
+            ]
+            source.save(20)
+            answers = [pull.result(WAIT) for pull in pulls]
+        assert [answer.present for answer in answers] == [20, 20, 15, 10]
+        assert sum(answer.pulled for answer in answers) == 20
+        assert target.metric("kvsieve_peer_read_bytes_total") == 20 * BLOCK
+
+    def test_who_waits_goes_on_when_the_pull_that_brings_the_blocks_is_cancelled(self, pair: Pair) -> None:
+        source, target = pair
+        source.client.wait_attached(WAIT)
+        target.client.wait_attached(WAIT)
+        keys = chain(10)
+        first = target.client.pull_async(source.store.endpoint, keys, seconds=WAIT, wait_seconds=WAIT)
+        while not source.metric("kvsieve_peer_waiting_offers"):
+            time.sleep(0.01)
+        second = target.client.pull_async(source.store.endpoint, keys, seconds=WAIT, wait_seconds=WAIT)
+        first.cancel()
+        source.save(10)
+        assert second.result(WAIT).pulled == 10
+        source.settled()
+        target.settled()
+
+    def test_what_is_cancelled_waits_no_more(self, pair: Pair) -> None:
+        source, target = pair
+        source.client.wait_attached(WAIT)
+        target.client.wait_attached(WAIT)
+        pulls = [
+            target.client.pull_async(source.store.endpoint, chain(3, start=10 * n), wait_seconds=WAIT)
+            for n in range(5)
+        ]
+        while source.metric("kvsieve_peer_waiting_offers") < 5:
+            time.sleep(0.01)
+        for pull in pulls:
+            pull.cancel()
+        while source.metric("kvsieve_peer_waiting_offers"):
+            time.sleep(0.01)
+        source.settled()
+        target.settled()
+
+    def test_a_session_that_ends_takes_its_pulls_along(self, pair: Pair) -> None:
+        source, target = pair
+        source.client.wait_attached(WAIT)
+        call = target.start_pull(source.store.endpoint, chain(3), wait_ms=60_000)
+        while not source.metric("kvsieve_peer_waiting_offers"):
+            time.sleep(0.01)
+        target.client.close()
+        while source.metric("kvsieve_peer_waiting_offers") or target.metric("kvsieve_peer_pulls"):
+            time.sleep(0.01)
+        call.cancel()
+        source.settled()
+
+
+@pytest.mark.parametrize("transport", ["tcp"], indirect=True)
+class TestHolds:
+    """Blocks that are kept until another store has them."""
+
+    def leases(self, source: Host) -> float:
+        return source.metric("kvsieve_leases")
+
+    def test_a_hold_ends_once_its_last_block_was_taken(self, pair: Pair) -> None:
+        source, target = pair
+        keys = source.save(10)
+        assert source.client.hold(keys + chain(2, start=50), seconds=60) == 10
+        assert (self.leases(source), source.metric("kvsieve_peer_holds")) == (1, 1)
+        target.pull(source.store.endpoint, keys[:9])
+        assert source.metric("kvsieve_peer_holds") == 1
+        target.pull(source.store.endpoint, keys)
+        assert source.metric("kvsieve_peer_holds") == 0
+        assert source.metric("kvsieve_peer_taken_holds_total") == 1
+        source.settled()
+
+    def test_a_hold_outlives_its_engine_and_runs_out(self, pair: Pair) -> None:
+        source, _ = pair
+        keys = source.save(10)
+        assert source.client.hold(keys, seconds=2) == 10
+        assert source.client.hold(keys, seconds=2) == 10  # again: the same hold, longer
+        assert self.leases(source) == 1
+        source.client.close()
+        assert self.leases(source) == 1
+        source.settled()
+        assert source.metric("kvsieve_peer_expired_holds_total") == 1
+
+    def test_bad_holds(self, pair: Pair) -> None:
+        source, _ = pair
+        keys = source.save(2)
+        good = {"session_id": source.session_id, "keys": b"".join(keys), "hold_ms": 1000}
+        for fields, code, text in [
+            ({"keys": b"x"}, "INVALID_ARGUMENT", "keys"),
+            ({"keys": b""}, "INVALID_ARGUMENT", "keys"),
+            ({"hold_ms": 0}, "INVALID_ARGUMENT", "hold_ms"),
+            ({"hold_ms": 600_001}, "INVALID_ARGUMENT", "hold_ms"),
+            ({"session_id": bytes(16)}, "NOT_FOUND", "session_id"),
+        ]:
+            with pytest.raises(grpc.RpcError) as caught:
+                source.peer.Hold(pb.HoldRequest(**(good | fields)))
+            assert (caught.value.code().name, text in caught.value.details()) == (code, True)
+        assert source.client.hold(chain(2, start=90), seconds=1) == 0
+        source.settled()
+
+
+@pytest.mark.parametrize("transport", ["tcp"], indirect=True)
 class TestOnce:
     """What does not depend on the transport."""
 
@@ -162,7 +299,7 @@ class TestOnce:
 
             def spoil() -> None:
                 while not stop.is_set():
-                    arena.slot(refs[6].slot)[0] ^= 0x5A
+                    arena.slot(refs[6].slot)[0] += 1
 
             spoiler = threading.Thread(target=spoil)
             spoiler.start()
@@ -203,6 +340,7 @@ class TestOnce:
             ({"keys": bytes(32)}, "INVALID_ARGUMENT", "keys[0]"),
             ({"parent": b"x"}, "INVALID_ARGUMENT", "parent"),
             ({"timeout_ms": 0}, "INVALID_ARGUMENT", "timeout_ms"),
+            ({"wait_ms": 600_001}, "INVALID_ARGUMENT", "wait_ms"),
             ({"source": ""}, "INVALID_ARGUMENT", "source"),
             ({"source": "nonsense"}, "INVALID_ARGUMENT", "source"),
             ({"source": "192.0.2.1:9"}, "INVALID_ARGUMENT", "loopback"),
@@ -234,6 +372,7 @@ class TestOnce:
             ({"keys": b"x"}, "INVALID_ARGUMENT", "keys"),
             ({"lease_ms": 0}, "INVALID_ARGUMENT", "lease_ms"),
             ({"lease_ms": 600_001}, "INVALID_ARGUMENT", "lease_ms"),
+            ({"wait_ms": 60_001}, "INVALID_ARGUMENT", "wait_ms"),
         ],
     )
     def test_bad_offers(self, pair: Pair, fields: dict[str, object], code: str, text: str) -> None:

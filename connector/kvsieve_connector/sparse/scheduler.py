@@ -11,10 +11,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from kvsieve_connector.handoff import Part
 from kvsieve_connector.metadata import (
     HintLoad,
     HintSave,
@@ -52,6 +53,8 @@ GROWTH_TOKENS = 4096
 
 class SparseScheduler(SchedulerHalf):
     """See the module's docstring. Raises ValueError for what sparse mode can't serve."""
+
+    _takes_tails = False  # a request begins with blocks that are read from the arena, whole
 
     def __init__(
         self,
@@ -111,6 +114,8 @@ class SparseScheduler(SchedulerHalf):
         these are on their way there, or have just been dropped from the prefix cache.
         """
         state = self._requests.setdefault(request.request_id, RequestState(request))
+        if not self._has_arrived(request, local_tokens):
+            return None, False
         if self._is_usable and not self._budget.is_turn(request.request_id):
             return None, False
         local, have = local_tokens // self.block_tokens, 0
@@ -156,12 +161,12 @@ class SparseScheduler(SchedulerHalf):
         host.found(match.refs[:begins_with], match.epoch, match.lease_ids)
         self._found.append(host)
         if self._with_hints:
-            key = hint_key(self._key(request, begins_with - 1))
+            key = hint_key(self.blocks.key(request, begins_with - 1))
             self._hints.add(host, key, begins_with * self.block_tokens)
         local = begins_with - external_tokens // self.block_tokens
         self.stats.add(matched_blocks=begins_with)
         if external_tokens:
-            pages = self._pages(blocks.get_block_ids(), range(local, begins_with))
+            pages = self.blocks.pages(blocks.get_block_ids(), range(local, begins_with))
             refs = tuple(match.refs[local:begins_with])
             self._new_loads.append(LoadOrder(request.request_id, state.instance, refs, tuple(pages)))
 
@@ -190,11 +195,11 @@ class SparseScheduler(SchedulerHalf):
         """Whether the block is on its way to the store, or another request has it and a slot for it."""
         if not self._is_usable:
             return False
-        key = self._key(request, index)
+        key = self.blocks.key(request, index)
         return key in self._in_flight or any(
             (host.known <= index < host.expected or index in host.missing)
-            and index < self._keys_known(host.request)
-            and self._key(host.request, index) == key
+            and index < self.blocks.known(host.request)
+            and self.blocks.key(host.request, index) == key
             for host in self._hosts.values()
         )
 
@@ -203,7 +208,7 @@ class SparseScheduler(SchedulerHalf):
         assert self._manager is not None
         pool, block_ids = self._manager.block_pool, set()
         for index in indices:
-            key = request.block_hashes[(index + 1) * self._hashes_per_block - 1]
+            key = request.block_hashes[(index + 1) * self.blocks.hashes - 1]
             while found := pool.get_cached_block(key, [self._indexer_group]):
                 pool.evict_blocks({found[0].block_id})
                 block_ids.add(found[0].block_id)
@@ -240,7 +245,7 @@ class SparseScheduler(SchedulerHalf):
         preempted again and again; it waits for a store, and others go first."""
         assert self._manager is not None
         blocks = -(-request.num_tokens // self.block_tokens)
-        if blocks * len(self._group_tokens) < self._manager.block_pool.num_gpu_blocks:
+        if blocks * len(self.blocks.group_tokens) < self._manager.block_pool.num_gpu_blocks:
             return True
         logger.warning_once("kvsieve: a request that does not fit the GPU without a store waits for one")
         return False
@@ -284,15 +289,35 @@ class SparseScheduler(SchedulerHalf):
         past = self._busy.keys() - {self._sent_epoch}
         return bool(super().has_pending_work() or self._later or self._ended or self._hints or past)
 
-    def finished(self, request: Request) -> None:
-        state = self._requests.pop(request.request_id, None)
+    def finished(self, request: Request) -> dict[str, Any] | None:
         self._budget.forget(request.request_id)
-        if state is None:
-            return
-        self._drop_match(state)
-        host = self._hosts.get(request.request_id)
+        return super().finished(request)
+
+    def _count_skipped(self, state: RequestState) -> None:
+        host = self._hosts.get(state.request.request_id)
         if host is not None and self._sent_epoch:
             self.stats.add(skipped_saves=len(host.to_save(self._full_blocks(state, 0))))
+
+    # Hand-offs
+
+    def _has_arrived(self, request: Request, local_tokens: int) -> bool:
+        """What the GPU has of the prompt is of the indexer's plane only: it needs the blocks all the same."""
+        return self._arrivals.is_over(request.request_id, self._client)
+
+    def _parts(self, request: Request) -> list[Part]:
+        """The blocks and, if there is one, the hint of the last of those that the request can begin with."""
+        parts = super()._parts(request)
+        blocks = min(self.blocks.known(request), (request.num_prompt_tokens - 1) // self.block_tokens)
+        if self._with_hints and blocks:
+            last = self.blocks.key(request, blocks - 1)
+            parts.append(Part([hint_key(last)], last, optional=True))
+        return parts
+
+    def _stored_blocks(self, state: RequestState) -> int:
+        host = self._hosts.get(state.request.request_id)
+        if host is None:
+            return 0
+        return min(host.missing, default=host.known)
 
     def _save_full_blocks(
         self, state: RequestState, tokens: int, resolve: ResolveBlockIds, orders: StepOrders
@@ -313,9 +338,9 @@ class SparseScheduler(SchedulerHalf):
             return
         assert self._client is not None
         refs = self._client.take_credits(len(indices), epoch=self._sent_epoch)
-        pages = self._pages(resolve(request.request_id), indices[: len(refs)])
+        pages = self.blocks.pages(resolve(request.request_id), indices[: len(refs)])
         for index, ref, block in zip(indices, refs, pages, strict=False):
-            assert self._is_whole(block), (
+            assert self.blocks.is_whole(block), (
                 f"block {index} of {request.request_id} left the GPU before its copy"
             )
             job = self._order_save(request, index, ref, block, orders)
@@ -389,7 +414,7 @@ class SparseScheduler(SchedulerHalf):
             if not host.hints or host.missing or host.epochs != {self._sent_epoch}:
                 continue
             assert self._client is not None
-            parent = self._key(host.request, host.known - 1)
+            parent = self.blocks.key(host.request, host.known - 1)
             key = hint_key(parent)
             if key in self._in_flight or self._client.credits <= self._owed:
                 continue

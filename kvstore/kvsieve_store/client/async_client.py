@@ -152,16 +152,29 @@ class AsyncStoreClient:
         return await session.match(joined) if joined else Match()
 
     async def pull(
-        self, source: str, keys: bytes | Sequence[bytes], *, parent: bytes = b"", seconds: float = 30.0
+        self,
+        source: str,
+        keys: bytes | Sequence[bytes],
+        *,
+        parent: bytes = b"",
+        seconds: float = 30.0,
+        wait_seconds: float = 0.0,
     ) -> Pulled:
         """Lets the store bring blocks from another one, in the order of the keys (a chain, at most 4,096).
 
         source: control address of the other store. parent: key of the block before the first; empty for the
         first of a chain. seconds: the longest that it may take; what has come by then stays.
-        Raises InvalidRequestError, CapacityError (too many pulls), UnavailableError (nothing came; the store's or
-        the peer's reason).
+        wait_seconds: how long to wait, without a new block, for those that the other store has not got yet.
+        Raises InvalidRequestError, CapacityError (too many pulls), UnavailableError (nothing came; the
+        store's or the peer's reason).
         """
-        return await self._live().pull(source, join_keys(keys), parent, seconds)
+        return await self._live().pull(source, join_keys(keys), parent, seconds, wait_seconds)
+
+    async def hold(self, keys: bytes | Sequence[bytes], *, seconds: float) -> int:
+        """Keeps sealed blocks (a chain, at most 4,096) from eviction until another store has pulled the last
+        of them, or `seconds` have passed; also when this session ends before. Returns how many of them, from
+        the first on, were there. Raises InvalidRequestError, CapacityError (too many hand-offs)."""
+        return await self._live().hold(join_keys(keys), seconds)
 
     @overload
     async def seal(

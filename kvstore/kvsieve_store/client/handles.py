@@ -151,6 +151,7 @@ class Attachment:
     segments: (absolute path, bytes) of the arena's files, in order.
     lock_path: file to hold a shared flock(2) on while touching the session's slots or leased blocks.
     store_version: version of the store software.
+    peer_address: control address at which other stores reach this one; empty when it serves none.
     """
 
     epoch: int
@@ -163,6 +164,7 @@ class Attachment:
     slots_offset: int
     lock_path: str
     store_version: str
+    peer_address: str = ""
 
     @property
     def slots(self) -> int:
@@ -182,4 +184,5 @@ class Attachment:
             slots_offset=welcome.slots_offset,
             lock_path=welcome.lock_path,
             store_version=welcome.store_version,
+            peer_address=welcome.peer_address,
         )

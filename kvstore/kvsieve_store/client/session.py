@@ -172,7 +172,9 @@ class Session:
         """More credits now; returns how many. Goes on when the caller is cancelled."""
         return await asyncio.shield(self._keep(self._reserve(count)))
 
-    async def pull(self, source: str, keys: bytes, parent: bytes, seconds: float) -> Pulled:
+    async def pull(
+        self, source: str, keys: bytes, parent: bytes, seconds: float, wait_seconds: float
+    ) -> Pulled:
         """Blocks of another store into this one. One that is cancelled ends it there as well."""
         request = peer_pb2.PullRequest(
             session_id=self._id,
@@ -180,9 +182,16 @@ class Session:
             keys=keys,
             parent=parent,
             timeout_ms=max(int(seconds * 1000), 1),
+            wait_ms=int(wait_seconds * 1000),
         )
         reply = await self._call("Pull", self._peers.Pull, request, seconds=seconds + self._terms.timeout)
         return Pulled(reply.present, reply.pulled, reply.damaged, reply.reason)
+
+    async def hold(self, keys: bytes, seconds: float) -> int:
+        """Blocks kept for another store; how many."""
+        request = peer_pb2.HoldRequest(session_id=self._id, keys=keys, hold_ms=max(int(seconds * 1000), 1))
+        reply = await self._call("Hold", self._peers.Hold, request)
+        return int(reply.held)
 
     async def _match(self, keys: bytes) -> Match:
         slots: list[int] = []

@@ -36,8 +36,9 @@ class StoreClient:
     called start().
 
     Verbs come twice: `match()` waits, `match_async()` returns a Future at once. Futures may be cancelled: the
-    call goes on, and what a cancelled match or hold has leased or kept is given back. Callbacks (on_change,
-    and those of Futures) run in the client's thread: they must be short, and can't call what waits.
+    call goes on (a pull ends), and what a cancelled match or hold has leased or kept is given back. Callbacks
+    (on_change, and those of Futures) run in the client's thread: they must be short, and can't call what
+    waits.
     """
 
     def __init__(
@@ -128,15 +129,40 @@ class StoreClient:
         )
 
     def pull(
-        self, source: str, keys: bytes | Sequence[bytes], *, parent: bytes = b"", seconds: float = 30.0
+        self,
+        source: str,
+        keys: bytes | Sequence[bytes],
+        *,
+        parent: bytes = b"",
+        seconds: float = 30.0,
+        wait_seconds: float = 0.0,
     ) -> Pulled:
         """Lets the store bring blocks from another one; see AsyncStoreClient.pull()."""
-        return self._wait(self.pull_async(source, keys, parent=parent, seconds=seconds))
+        return self._wait(
+            self.pull_async(source, keys, parent=parent, seconds=seconds, wait_seconds=wait_seconds)
+        )
 
     def pull_async(
-        self, source: str, keys: bytes | Sequence[bytes], *, parent: bytes = b"", seconds: float = 30.0
+        self,
+        source: str,
+        keys: bytes | Sequence[bytes],
+        *,
+        parent: bytes = b"",
+        seconds: float = 30.0,
+        wait_seconds: float = 0.0,
     ) -> Future[Pulled]:
-        return self._submit(lambda: self._core.pull(source, keys, parent=parent, seconds=seconds))
+        """Cancelling the Future ends the pull."""
+        return self._submit(
+            lambda: self._core.pull(source, keys, parent=parent, seconds=seconds, wait_seconds=wait_seconds),
+            stops=True,
+        )
+
+    def hold(self, keys: bytes | Sequence[bytes], *, seconds: float) -> int:
+        """Keeps sealed blocks for another store; see AsyncStoreClient.hold()."""
+        return self._wait(self.hold_async(keys, seconds=seconds))
+
+    def hold_async(self, keys: bytes | Sequence[bytes], *, seconds: float) -> Future[int]:
+        return self._submit(lambda: self._core.hold(keys, seconds=seconds))
 
     @overload
     def seal(
@@ -226,17 +252,20 @@ class StoreClient:
             await asyncio.wait(self._tasks)
 
     def _submit(
-        self, call: Callable[[], Coroutine[Any, Any, T]], unread: Callable[[T], None] | None = None
+        self,
+        call: Callable[[], Coroutine[Any, Any, T]],
+        unread: Callable[[T], None] | None = None,
+        stops: bool = False,
     ) -> Future[T]:
         """Runs `call` in the client's loop, in the order of submission. `unread` gets the result of a call
-        that was cancelled meanwhile."""
+        that was cancelled meanwhile. stops: cancelling ends the call."""
         future: Future[T] = Future()
         with self._lock:
             if self._closed or self._loop is None or self._pid != os.getpid():
                 why = "closed" if self._closed else "not started in this process"
                 future.set_exception(UnavailableError(f"the client is {why}"))
                 return future
-            self._loop.call_soon_threadsafe(self._spawn, call, future, unread)
+            self._loop.call_soon_threadsafe(self._spawn, call, future, unread, stops)
         return future
 
     def _spawn(
@@ -244,10 +273,19 @@ class StoreClient:
         call: Callable[[], Coroutine[Any, Any, T]],
         future: Future[T],
         unread: Callable[[T], None] | None,
+        stops: bool,
     ) -> None:
-        task = asyncio.get_running_loop().create_task(self._answer(call, future, unread))
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._answer(call, future, unread))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        if stops:
+
+            def stop(answered: Future[T]) -> None:
+                if answered.cancelled() and not loop.is_closed():
+                    loop.call_soon_threadsafe(task.cancel)
+
+            future.add_done_callback(stop)
 
     async def _answer(
         self,

@@ -9,28 +9,35 @@ from dataclasses import dataclass
 
 from kvsieve.v1 import peer_pb2 as pb
 from kvsieve_store.errors import InvalidRequestError, UnavailableError
+from kvsieve_store.peers.holds import Holds
 from kvsieve_store.peers.plane import DataPlane
-from kvsieve_store.protocol.limits import MAX_LEASE_MS
+from kvsieve_store.peers.waits import SealWaits
+from kvsieve_store.protocol.limits import KEY_BYTES, MAX_LEASE_MS
 from kvsieve_store.server.core import Core, InnerSession
 
 _log = logging.getLogger(__name__)
 
+MAX_WAIT_MS = 60_000
+
 
 @dataclass(eq=False, slots=True)
 class _Offer:
-    """session: holds the lease on the blocks. ends: seconds, on the store's clock."""
+    """session: holds the lease on the blocks. ends: seconds, on the store's clock. keys: end to end."""
 
     session: InnerSession
     ends: float
+    keys: bytes
 
 
 class Offers:
     """Runs in the event loop's thread. An offer is a lease and an export: blocks are neither evicted nor
     reused before the export is closed and nobody reads from it."""
 
-    def __init__(self, core: Core, plane: DataPlane) -> None:
+    def __init__(self, core: Core, plane: DataPlane, holds: Holds) -> None:
         self._core = core
         self._plane = plane
+        self._holds = holds
+        self.waits = SealWaits()
         self._offers: dict[bytes, _Offer] = {}
         self.blocks = 0
         """Offered so far; only grows."""
@@ -38,14 +45,18 @@ class Offers:
     def __len__(self) -> int:
         return len(self._offers)
 
-    async def offer(self, request: pb.OfferRequest) -> pb.OfferResponse:
-        """Raises what kvsieve.v1.Peer.Offer says."""
+    async def offer(self, request: pb.OfferRequest, peer: str) -> pb.OfferResponse:
+        """peer: who asks, as gRPC names it. Raises what kvsieve.v1.Peer.Offer says."""
         plane, core = self._plane, self._core
         if plane.description is None:
             raise UnavailableError("peer_listen: not set; this store serves no peers")
         if not 1 <= request.lease_ms <= MAX_LEASE_MS:
             raise InvalidRequestError(f"lease_ms: {request.lease_ms} given, 1 to {MAX_LEASE_MS} allowed")
+        if request.wait_ms > MAX_WAIT_MS:
+            raise InvalidRequestError(f"wait_ms: {request.wait_ms} given, 0 to {MAX_WAIT_MS} allowed")
         spec = core.state.spec_of(request.pool_id)
+        if request.wait_ms and not core.state.has(request.pool_id, request.keys[:KEY_BYTES]):
+            await self._wait(request, peer)
         session = core.open_inner_session(spec, "peer (offer)")
         try:
             match = core.state.match(session.session_id, request.keys, MAX_LEASE_MS, core.now())
@@ -58,7 +69,8 @@ class Offers:
         except BaseException:
             core.end_inner_session(session)
             raise
-        self._offers[token] = _Offer(session, core.now() + request.lease_ms / 1000)
+        offered = request.keys[: len(offsets) * KEY_BYTES]
+        self._offers[token] = _Offer(session, core.now() + request.lease_ms / 1000, offered)
         self.blocks += len(offsets)
         digests = b""
         try:
@@ -81,10 +93,24 @@ class Offers:
             digests=digests,
         )
 
-    def withdraw(self, token: bytes) -> None:
-        """Takes an offer back; the lease goes once nobody reads any more. Does nothing when it is gone."""
+    async def _wait(self, request: pb.OfferRequest, peer: str) -> None:
+        """Until the first key is sealed, or the time is over."""
+        sealed = asyncio.Event()
+        wait = self.waits.begin(request.pool_id, request.keys[:KEY_BYTES], peer, sealed.set)
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(sealed.wait(), request.wait_ms / 1000)
+        finally:
+            self.waits.end(wait)
+
+    def withdraw(self, token: bytes, taken: int = 0) -> None:
+        """Takes an offer back; the lease goes once nobody reads any more. Does nothing when it is gone.
+
+        taken: how many of its blocks the other store has.
+        """
         offer = self._offers.pop(token, None)
         if offer is not None:
+            self._holds.taken(offer.session.session.pool_id, offer.keys[: taken * KEY_BYTES])
             loop = asyncio.get_running_loop()
 
             def drained() -> None:
@@ -94,8 +120,10 @@ class Offers:
             self._plane.exports.close(token, drained)
 
     def tick(self) -> None:
-        """Takes back what has run out."""
+        """Takes back what has run out. Nobody waits for a store that drains."""
         now = self._core.now()
+        if self._core.why_not_ready():
+            self.waits.wake_all()
         for token, offer in list(self._offers.items()):
             if now >= offer.ends:
                 _log.info("an offer ran out before it was withdrawn")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvsieve_store.peers.holds import Holds
 from kvsieve_store.peers.links import PeerLinks
 from kvsieve_store.peers.offers import Offers
 from kvsieve_store.peers.plane import DataPlane
@@ -15,12 +16,15 @@ class Peers:
     def __init__(self, core: Core, plane: DataPlane) -> None:
         self.plane = plane
         self.links = PeerLinks(plane)
-        self.offers = Offers(core, plane)
+        self.holds = Holds(core)
+        self.offers = Offers(core, plane, self.holds)
         self.puller = Puller(core, plane, self.links)
 
     async def tick(self) -> None:
         """Once a second."""
         self.offers.tick()
+        self.holds.tick()
+        self.puller.tick()
         await self.links.close_idle()
 
     async def close(self) -> None:

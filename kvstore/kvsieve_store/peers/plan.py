@@ -36,18 +36,18 @@ class PullPlan:
         return "read" if self.present < self._offered else "offer"
 
     def found(self, count: int) -> None:
-        """`count` more keys are here already."""
-        assert not self.pulled
+        """`count` more keys have come here by another way."""
+        assert self.step == "offer" or not count
         assert self.present + count <= self.total
         self.present += count
         self._offered = max(self._offered, self.present)
 
-    def offered(self, count: int) -> None:
-        """The peer has the next `count` keys; none ends the pull."""
+    def offered(self, count: int, *, more_may_come: bool = False) -> None:
+        """The peer has the next `count` keys. None ends the pull, unless it has them later."""
         assert self.step == "offer"
         assert count <= self.total - self.present
         self._offered = self.present + count
-        if not count:
+        if not count and not more_may_come:
             self.reason = "the other store has no more of them"
 
     def next_batch(self) -> int:

@@ -23,7 +23,7 @@ from kvsieve_store.peers.plan import PullPlan
 from kvsieve_store.peers.plane import DIGEST_BYTES, DataPlane
 from kvsieve_store.protocol.limits import KEY_BYTES, MAX_BATCH
 from kvsieve_store.server.core import Core, InnerSession
-from kvsieve_store.state import Grant
+from kvsieve_store.state import Grant, Session
 from kvsieve_store.transport.description import Description
 from kvsieve_store.transport.memory import U64Array
 
@@ -38,8 +38,15 @@ READ_SECONDS = 15.0
 """For one read of a batch, or one call of the peer."""
 
 OFFER_MS = 120_000
+
+WAIT_SLICE_SECONDS = 10.0
+"""A wait for blocks at the other store is asked for again so often."""
+
+EMPTY_SECONDS = 0.05
+"""Pause after an offer without blocks: a store that does not wait is not asked in a loop."""
+
 ATTEMPTS = 4
-MAX_PULLS = 64
+MAX_PULLS = 256
 MAX_SOURCE = 256
 MAX_TIMEOUT_MS = 600_000
 
@@ -55,8 +62,16 @@ class Puller:
         self._plane = plane
         self._links = links
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self.pulls = 0
+        self._running: dict[asyncio.Timeout, Session] = {}
+        self.claims: dict[tuple[str, bytes, bytes], _Pull] = {}
+        """(source, pool id, key) -> the pull that brings the block; others of the same source wait for it."""
+        self.waits = 0
+        """Times that a pull waited for blocks that the other store had not got; only grows."""
+
+    @property
+    def pulls(self) -> int:
         """Under way."""
+        return len(self._running)
 
     async def pull(self, request: pb.PullRequest) -> pb.PullResponse:
         """Raises what kvsieve.v1.Peer.Pull says."""
@@ -66,15 +81,20 @@ class Puller:
         if self.pulls >= MAX_PULLS:
             raise CapacityError(f"pulls: {MAX_PULLS} are under way, the most; try again later")
         inner = self._core.open_inner_session(session.pool.spec, f"peer (pull from {request.source})")
-        self.pulls += 1
-        pull = _Pull(self, inner, session.pool_id, request.source, target, keys, request.parent)
+        pull = _Pull(self, inner, session.pool_id, target, keys, request)
+        deadline = asyncio.timeout(request.timeout_ms / 1000)
+        self._running[deadline] = session
         try:
-            async with asyncio.timeout(request.timeout_ms / 1000):
+            async with deadline:
                 await pull.run()
         except TimeoutError:
-            pull.plan.stop(f"timeout_ms: {request.timeout_ms} ms have passed")
+            pull.plan.stop(
+                "session_id: the session has ended"
+                if session.ended
+                else f"timeout_ms: {request.timeout_ms} ms have passed"
+            )
         finally:
-            self.pulls -= 1
+            del self._running[deadline]
             self._core.end_inner_session(inner)
         plan = pull.plan
         counters = self._links.counters_of(request.source)
@@ -85,6 +105,12 @@ class Puller:
         return pb.PullResponse(
             present=plan.present, pulled=plan.pulled, damaged=plan.damaged, reason=plan.reason
         )
+
+    def tick(self) -> None:
+        """Ends the pulls of sessions that have ended."""
+        for deadline, session in self._running.items():
+            if session.ended and not deadline.expired():
+                deadline.reschedule(0)
 
     def stub(self, target: str) -> Any:
         """Of a peer's control plane."""
@@ -133,19 +159,20 @@ class _Pull:
         puller: Puller,
         inner: InnerSession,
         pool_id: bytes,
-        source: str,
         target: str,
         keys: Sequence[bytes],
-        parent: bytes,
+        request: pb.PullRequest,
     ) -> None:
         self._puller = puller
         self._core, self._plane, self._links = puller._core, puller._plane, puller._links
         self._inner = inner
         self._pool_id = pool_id
-        self._source = source
+        self._source = request.source
+        self._wait_seconds = request.wait_ms / 1000
+        self._lease_id = 0
         self._stub = puller.stub(target)
         self._keys = keys
-        self._parents = [parent or _NO_KEY, *keys]
+        self._parents = [request.parent or _NO_KEY, *keys]
         self._offer = pb.OfferResponse()
         self._first = 0
         self._description: Description | None = None
@@ -154,25 +181,62 @@ class _Pull:
         batch = max(1, min(BATCH_BYTES // slot_bytes, MAX_BATCH))
         self.plan = PullPlan(len(keys), batch=batch, attempts=ATTEMPTS)
         self.error: KVSieveError | None = None
+        self._moved_at = 0.0
+        self._moved = asyncio.Event()
+        """Set, and another one made, when blocks have come or the pull is over."""
 
     async def run(self) -> None:
         """To the end of the plan; errors of the peer's end it as its reason."""
-        core, plan = self._core, self.plan
-        here = core.state.match(self._inner.session_id, b"".join(self._keys), 0, core.now())
-        plan.found(len(here.slots))
+        plan = self.plan
+        self._moved_at = asyncio.get_running_loop().time()
+        self._look_here()
         try:
             while plan.step != "done":
                 try:
                     await (self._ask() if plan.step == "offer" else self._read())
-                except LinkError as error:
-                    await self._again(error)
-                except UnavailableError as error:
+                except (LinkError, UnavailableError, CapacityError) as error:
                     await self._again(error)
                 except KVSieveError as error:
                     self.error = error
                     plan.stop(str(error))
         finally:
+            self._unclaim()
             await asyncio.shield(self._withdraw())
+
+    def _look_here(self) -> None:
+        """Counts what this store has of the blocks that are missing, and keeps it until the end."""
+        core, plan = self._core, self.plan
+        missing = b"".join(self._keys[plan.present :])
+        if core.state.has(self._pool_id, missing[:KEY_BYTES]):
+            here = core.state.match(self._inner.session_id, missing, OFFER_MS, core.now())
+            plan.found(len(here.slots))
+            self._move()
+
+    def _move(self) -> None:
+        self._moved_at = asyncio.get_running_loop().time()
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+    # Pulls of the same blocks: one brings them, the others wait for it
+
+    def _claim(self) -> asyncio.Event | None:
+        """Claims the blocks that are missing and that no other pull brings; what to wait for when another one
+        brings the first."""
+        claims, missing = self._puller.claims, self._keys[self.plan.present :]
+        owner = claims.setdefault((self._source, self._pool_id, missing[0]), self)
+        if owner is not self:
+            return owner._moved
+        for key in missing:
+            claims.setdefault((self._source, self._pool_id, key), self)
+        return None
+
+    def _unclaim(self) -> None:
+        claims = self._puller.claims
+        for key in self._keys:
+            place = (self._source, self._pool_id, key)
+            if claims.get(place) is self:
+                del claims[place]
+        self._move()
 
     async def _again(self, error: KVSieveError) -> None:
         self.error = error
@@ -184,14 +248,22 @@ class _Pull:
 
     async def _ask(self) -> None:
         await self._withdraw()
+        if (others := self._claim()) is not None:
+            await others.wait()
+            self._look_here()
+            return
         self._first = self.plan.present
+        loop = asyncio.get_running_loop()
+        left = max(self._moved_at + self._wait_seconds - loop.time(), 0.0)
+        wait = min(left, WAIT_SLICE_SECONDS)
         request = pb.OfferRequest(
             pool_id=self._pool_id,
             keys=b"".join(self._keys[self._first :]),
             lease_ms=OFFER_MS,
             digests=True,
+            wait_ms=int(wait * 1000),
         )
-        offer = await self._call("Offer", self._stub.Offer(request, timeout=READ_SECONDS))
+        offer = await self._call("Offer", self._stub.Offer(request, timeout=READ_SECONDS + wait))
         self._offer = offer
         slot_bytes = self._inner.layout.slot_bytes
         if offer.blocks:
@@ -206,7 +278,11 @@ class _Pull:
                     f"of digests; {slot_bytes} bytes a block expected"
                 )
             self._description = Description.of(offer.description)
-        self.plan.offered(offer.blocks)
+        self.plan.offered(offer.blocks, more_may_come=left > 0)
+        if not offer.blocks and left > 0:
+            self._puller.waits += 1
+            await asyncio.sleep(EMPTY_SECONDS)
+            self._look_here()
 
     async def _read(self) -> None:
         """One batch: slots, bytes, digests, seal."""
@@ -236,25 +312,30 @@ class _Pull:
         plan.landed(count, good)
         if good:
             self._backoff.reset()
+            self._move()
 
     def _seal(self, grant: Grant, good: int) -> None:
         first = self.plan.present
         if good:
-            self._core.state.seal(
+            # Leased, so that the first blocks are still there when the last ones come.
+            sealed = self._core.seal(
                 self._inner.session_id,
                 b"".join(self._keys[first : first + good]),
                 b"".join(self._parents[first : first + good]),
                 grant.slots[:good],
                 grant.generations[:good],
-                self._core.now(),
+                OFFER_MS,
+                self._lease_id,
             )
+            self._lease_id = sealed.lease_id or self._lease_id
         self._core.give_back_inner(self._inner, Grant(grant.slots[good:], grant.generations[good:]))
 
     async def _withdraw(self) -> None:
         offer, self._offer = self._offer, pb.OfferResponse()
         if offer.token:
             with suppress(KVSieveError):  # it runs out by itself
-                withdraw = pb.WithdrawRequest(token=offer.token)
+                taken = min(self.plan.present - self._first, offer.blocks)
+                withdraw = pb.WithdrawRequest(token=offer.token, taken=taken)
                 await self._call("Withdraw", self._stub.Withdraw(withdraw, timeout=READ_SECONDS))
 
     async def _call(self, name: str, call: Awaitable[T]) -> T:
@@ -276,6 +357,8 @@ def _keys(request: pb.PullRequest) -> list[bytes]:
     if not 1 <= request.timeout_ms <= MAX_TIMEOUT_MS:
         raise InvalidRequestError(f"timeout_ms: {request.timeout_ms} given, 1 to {MAX_TIMEOUT_MS} allowed")
     keys = [raw[i : i + KEY_BYTES] for i in range(0, len(raw), KEY_BYTES)]
+    if request.wait_ms > MAX_TIMEOUT_MS:
+        raise InvalidRequestError(f"wait_ms: {request.wait_ms} given, 0 to {MAX_TIMEOUT_MS} allowed")
     if _NO_KEY in keys:
         raise InvalidRequestError(f"keys[{keys.index(_NO_KEY)}]: all zero, which stands for no block")
     return keys

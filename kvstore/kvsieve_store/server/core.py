@@ -27,7 +27,7 @@ from kvsieve_store.protocol.spec import PoolSpec
 from kvsieve_store.server.clock import Clock
 from kvsieve_store.server.streams import SessionStream, credits_message
 from kvsieve_store.settings import StoreSettings
-from kvsieve_store.state import Grant, Session, StateSettings, StoreState
+from kvsieve_store.state import Grant, Sealed, Session, StateSettings, StoreState, U32Array
 
 if TYPE_CHECKING:
     from kvsieve_store.peers.peers import Peers
@@ -123,6 +123,14 @@ class Core:
             return f"arena: {missing} is gone, and with it the way to attach; restart the store"
         return None
 
+    @property
+    def peer_address(self) -> str:
+        """Control address that other stores are told; empty when this one serves no peers."""
+        if self.settings.peer_address is None:
+            return ""
+        tcp = (text.removeprefix("tcp://") for text in self.listening if not text.startswith("unix:"))
+        return self.settings.peer_advertise or next(tcp, self.listening[0])
+
     # Sessions
 
     def open_session(self, hello: pb.Hello) -> SessionStream:
@@ -215,6 +223,26 @@ class Core:
             self.state.end_session(inner.session_id, self.now())
             self.state.fenced(inner.session_id)
 
+    # Blocks
+
+    def seal(
+        self,
+        session_id: bytes,
+        keys: bytes,
+        parents: bytes,
+        slots: U32Array,
+        generations: U32Array,
+        lease_ms: int = 0,
+        lease_id: int = 0,
+    ) -> Sealed:
+        """StoreState.seal(), and tells who waits for one of the blocks."""
+        sealed = self.state.seal(
+            session_id, keys, parents, slots, generations, self.now(), lease_ms, lease_id
+        )
+        if self.peers is not None:
+            self.peers.offers.waits.sealed(self.state.session(session_id).pool_id, keys)
+        return sealed
+
     # Grants
 
     def prepare(self, session_id: bytes, grant: Grant) -> None:
@@ -298,4 +326,5 @@ class Core:
             ),
             credits=credits_message(grant),
             store_version=__version__,
+            peer_address=self.peer_address,
         )

@@ -64,13 +64,35 @@ class StateCollector(Collector):
     def _peers(self, peers: Peers) -> Iterator[Metric]:
         for name, help_text, value in (
             ("kvsieve_peer_offers", "Offers that other stores may read now.", len(peers.offers)),
+            (
+                "kvsieve_peer_waiting_offers",
+                "Offers that wait for blocks to be sealed.",
+                len(peers.offers.waits),
+            ),
+            (
+                "kvsieve_peer_holds",
+                "Hand-offs whose blocks are kept until they are pulled.",
+                len(peers.holds),
+            ),
             ("kvsieve_peer_connections", "Connections of other stores.", peers.plane.links),
             ("kvsieve_peer_pulls", "Pulls under way.", peers.puller.pulls),
         ):
             yield GaugeMetricFamily(name, help_text, value=value)
-        yield CounterMetricFamily(
-            "kvsieve_peer_offered_blocks", "Blocks offered to other stores.", value=peers.offers.blocks
-        )
+        for name, help_text, value in (
+            ("kvsieve_peer_offered_blocks", "Blocks offered to other stores.", peers.offers.blocks),
+            (
+                "kvsieve_peer_taken_holds",
+                "Hand-offs that ended because all was pulled.",
+                peers.holds.taken_holds,
+            ),
+            ("kvsieve_peer_expired_holds", "Hand-offs that ended by time.", peers.holds.expired),
+            (
+                "kvsieve_peer_pull_waits",
+                "Times that pulls waited for blocks in vain, and asked again.",
+                peers.puller.waits,
+            ),
+        ):
+            yield CounterMetricFamily(name, help_text, value=value)
         read = CounterMetricFamily(
             "kvsieve_peer_read_bytes", "Bytes read from other stores.", labels=["peer", "transport"]
         )

@@ -22,15 +22,19 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         self._core = core
 
     async def Offer(self, request: pb.OfferRequest, context: Context) -> pb.OfferResponse:
-        return await self._peers.offers.offer(request)
+        return await self._peers.offers.offer(request, context.peer())
 
     async def Withdraw(self, request: pb.WithdrawRequest, context: Context) -> pb.WithdrawResponse:
         if self._core.peers is not None:  # also while the store drains: it waits for the leases
-            self._core.peers.offers.withdraw(request.token)
+            self._core.peers.offers.withdraw(request.token, request.taken)
         return pb.WithdrawResponse()
 
     async def Pull(self, request: pb.PullRequest, context: Context) -> pb.PullResponse:
         return await self._peers.puller.pull(request)
+
+    async def Hold(self, request: pb.HoldRequest, context: Context) -> pb.HoldResponse:
+        held = self._peers.holds.hold(request.session_id, request.keys, request.hold_ms)
+        return pb.HoldResponse(held=held)
 
     @property
     def _peers(self) -> Peers:

@@ -50,13 +50,12 @@ class StoreService(store_pb2_grpc.StoreServicer):
         return pb.ReserveResponse(credits=credits_message(grant))
 
     async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealResponse:
-        sealed = self._state.seal(
+        sealed = self._core.seal(
             request.session_id,
             request.keys,
             request.parents,
             _array(request.slots),
             _array(request.generations),
-            self._core.now(),
             request.lease_ms,
             request.lease_id,
         )

@@ -159,6 +159,11 @@ class StoreState:
 
     # Blocks
 
+    def has(self, pool_id: bytes, key: bytes) -> bool:
+        """Whether the pool has the block, sealed; counts as no look-up."""
+        wanted = as_keys("keys", key, 1, 1)
+        return any(pool.pool_id == pool_id and len(pool.find_prefix(wanted)) for pool in self._pools.values())
+
     def match(self, session_id: bytes, keys: bytes, lease_ms: int, now: float) -> Match:
         """Longest sealed prefix of `keys`, leased for `lease_ms` milliseconds (0: not leased).
 

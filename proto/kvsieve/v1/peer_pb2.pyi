@@ -5,16 +5,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class OfferRequest(_message.Message):
-    __slots__ = ("pool_id", "keys", "lease_ms", "digests")
+    __slots__ = ("pool_id", "keys", "lease_ms", "digests", "wait_ms")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     pool_id: bytes
     keys: bytes
     lease_ms: int
     digests: bool
-    def __init__(self, pool_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., digests: bool = ...) -> None: ...
+    wait_ms: int
+    def __init__(self, pool_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., digests: bool = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class OfferResponse(_message.Message):
     __slots__ = ("blocks", "token", "slot_bytes", "description", "digests")
@@ -31,28 +33,32 @@ class OfferResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., token: _Optional[bytes] = ..., slot_bytes: _Optional[int] = ..., description: _Optional[bytes] = ..., digests: _Optional[bytes] = ...) -> None: ...
 
 class WithdrawRequest(_message.Message):
-    __slots__ = ("token",)
+    __slots__ = ("token", "taken")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
     token: bytes
-    def __init__(self, token: _Optional[bytes] = ...) -> None: ...
+    taken: int
+    def __init__(self, token: _Optional[bytes] = ..., taken: _Optional[int] = ...) -> None: ...
 
 class WithdrawResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("session_id", "source", "keys", "parent", "timeout_ms")
+    __slots__ = ("session_id", "source", "keys", "parent", "timeout_ms", "wait_ms")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     source: str
     keys: bytes
     parent: bytes
     timeout_ms: int
-    def __init__(self, session_id: _Optional[bytes] = ..., source: _Optional[str] = ..., keys: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    wait_ms: int
+    def __init__(self, session_id: _Optional[bytes] = ..., source: _Optional[str] = ..., keys: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class PullResponse(_message.Message):
     __slots__ = ("present", "pulled", "damaged", "reason")
@@ -65,3 +71,19 @@ class PullResponse(_message.Message):
     damaged: int
     reason: str
     def __init__(self, present: _Optional[int] = ..., pulled: _Optional[int] = ..., damaged: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class HoldRequest(_message.Message):
+    __slots__ = ("session_id", "keys", "hold_ms")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    HOLD_MS_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    keys: bytes
+    hold_ms: int
+    def __init__(self, session_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., hold_ms: _Optional[int] = ...) -> None: ...
+
+class HoldResponse(_message.Message):
+    __slots__ = ("held",)
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    held: int
+    def __init__(self, held: _Optional[int] = ...) -> None: ...

@@ -49,6 +49,11 @@ class PeerStub(object):
                 request_serializer=kvsieve_dot_v1_dot_peer__pb2.PullRequest.SerializeToString,
                 response_deserializer=kvsieve_dot_v1_dot_peer__pb2.PullResponse.FromString,
                 _registered_method=True)
+        self.Hold = channel.unary_unary(
+                '/kvsieve.v1.Peer/Hold',
+                request_serializer=kvsieve_dot_v1_dot_peer__pb2.HoldRequest.SerializeToString,
+                response_deserializer=kvsieve_dot_v1_dot_peer__pb2.HoldResponse.FromString,
+                _registered_method=True)
 
 
 class PeerServicer(object):
@@ -64,7 +69,8 @@ class PeerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Withdraw(self, request, context):
-        """Takes an offer back. One that is gone already is no error.
+        """Takes an offer back. One that is gone already is no error. With `taken`, hand-offs whose last key is among
+        the blocks taken are over, too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,6 +81,16 @@ class PeerServicer(object):
         the order of the keys, and stop at the first that is not to be had.
         Errors: INVALID_ARGUMENT (a field), NOT_FOUND (the session), RESOURCE_EXHAUSTED (too many sessions or pulls),
         UNAVAILABLE (nothing came: the other store was not reached in time, or has not got the pool).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Hold(self, request, context):
+        """Leases sealed blocks of a session's pool for another store that is about to pull them. The lease does not go
+        with the session; it ends when the last of the blocks has been taken, or after hold_ms.
+        Errors: INVALID_ARGUMENT (a field), NOT_FOUND (the session), RESOURCE_EXHAUSTED (too many hand-offs),
+        UNAVAILABLE (the store drains).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,6 +113,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=kvsieve_dot_v1_dot_peer__pb2.PullRequest.FromString,
                     response_serializer=kvsieve_dot_v1_dot_peer__pb2.PullResponse.SerializeToString,
+            ),
+            'Hold': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hold,
+                    request_deserializer=kvsieve_dot_v1_dot_peer__pb2.HoldRequest.FromString,
+                    response_serializer=kvsieve_dot_v1_dot_peer__pb2.HoldResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +201,33 @@ class Peer(object):
             '/kvsieve.v1.Peer/Pull',
             kvsieve_dot_v1_dot_peer__pb2.PullRequest.SerializeToString,
             kvsieve_dot_v1_dot_peer__pb2.PullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsieve.v1.Peer/Hold',
+            kvsieve_dot_v1_dot_peer__pb2.HoldRequest.SerializeToString,
+            kvsieve_dot_v1_dot_peer__pb2.HoldResponse.FromString,
             options,
             channel_credentials,
             insecure,

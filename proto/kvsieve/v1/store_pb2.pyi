@@ -117,7 +117,7 @@ class Limits(_message.Message):
     def __init__(self, max_match_keys: _Optional[int] = ..., max_batch: _Optional[int] = ..., max_lease_ms: _Optional[int] = ..., max_credits: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("session_id", "pool_id", "arena", "slot_bytes", "slots_per_extent", "slots_offset", "lock_path", "heartbeat_interval_ms", "session_timeout_ms", "limits", "credits", "store_version")
+    __slots__ = ("session_id", "pool_id", "arena", "slot_bytes", "slots_per_extent", "slots_offset", "lock_path", "heartbeat_interval_ms", "session_timeout_ms", "limits", "credits", "store_version", "peer_address")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     ARENA_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +130,7 @@ class Welcome(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     CREDITS_FIELD_NUMBER: _ClassVar[int]
     STORE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     pool_id: bytes
     arena: Arena
@@ -142,7 +143,8 @@ class Welcome(_message.Message):
     limits: Limits
     credits: Credits
     store_version: str
-    def __init__(self, session_id: _Optional[bytes] = ..., pool_id: _Optional[bytes] = ..., arena: _Optional[_Union[Arena, _Mapping]] = ..., slot_bytes: _Optional[int] = ..., slots_per_extent: _Optional[int] = ..., slots_offset: _Optional[int] = ..., lock_path: _Optional[str] = ..., heartbeat_interval_ms: _Optional[int] = ..., session_timeout_ms: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., store_version: _Optional[str] = ...) -> None: ...
+    peer_address: str
+    def __init__(self, session_id: _Optional[bytes] = ..., pool_id: _Optional[bytes] = ..., arena: _Optional[_Union[Arena, _Mapping]] = ..., slot_bytes: _Optional[int] = ..., slots_per_extent: _Optional[int] = ..., slots_offset: _Optional[int] = ..., lock_path: _Optional[str] = ..., heartbeat_interval_ms: _Optional[int] = ..., session_timeout_ms: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., store_version: _Optional[str] = ..., peer_address: _Optional[str] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("deadline_ms",)
