@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,13 @@ class Engine:
     """A real `vllm serve`. endpoint: of its store; None: without the connector."""
 
     def __init__(
-        self, preloaded: Preloaded, model: Path, endpoint: str | None, host: Host | None, log: Path, **extra: Any
+        self,
+        preloaded: Preloaded,
+        model: Path,
+        endpoint: str | None,
+        host: Host | None,
+        log: Path,
+        **extra: Any,
     ) -> None:
         """host: where it runs; None: with the tests. extra: the connector's settings."""
         self._preloaded = preloaded
@@ -98,6 +104,7 @@ class Engine:
         self._args += ["--max-num-seqs", "4"]
         if endpoint is not None:
             settings = {"match_timeout_ms": 20_000, "connect_timeout_ms": 20_000} | extra
+            settings["handoff_lease_ms"] = 5_000
             self._args += ["--kv-transfer-config", json.dumps(transfer_config(endpoint, **settings))]
         self.pid = 0
 
@@ -180,21 +187,26 @@ class Side:
     def attached(self) -> bool:
         """Whether the engine, and nobody else, is attached."""
         try:
-            states = [s.state for s in self.admin.list_sessions().sessions if not s.engine_id.startswith("peer")]
+            states = [
+                s.state for s in self.admin.list_sessions().sessions if not s.engine_id.startswith("peer")
+            ]
         except KVSieveError:
             return False
         return states == ["attached"]
 
-    def leaks(self) -> dict[str, float]:
-        """What is held for a request that is over; {} when nothing is."""
+    def leaks(self, of_offers: bool) -> dict[str, float]:
+        """What is held for a request that is over; {} when nothing is. of_offers: by offers, too."""
         status, sessions = self.admin.status(), self.admin.list_sessions().sessions
         pools = self.admin.list_pools().pools
         held = sum(s.held_slots for s in sessions)
+        offers = self.metric("kvsieve_peer_offers")
         found = {
-            "leases": float(status.leases),
+            "leases": status.leases - (0 if of_offers else offers),
             "slots": float(sum(p.writing_slots for p in pools) - held),
             "fencing": float(sum(s.state != "attached" for s in sessions)),
-            "offers": self.metric("kvsieve_peer_offers"),
+            "offers": offers if of_offers else 0,
+            "waiting offers": self.metric("kvsieve_peer_waiting_offers"),
+            "holds": self.metric("kvsieve_peer_holds"),
             "pulls": self.metric("kvsieve_peer_pulls"),
         }
         return {name: count for name, count in found.items() if count}
@@ -222,9 +234,17 @@ class Cluster:
             side.engine.wait()
             wait_for(side.attached, 40)
 
-    def nothing_leaks(self) -> None:
-        end = time.monotonic() + 30
-        while leaks := {s.host.netns: found for s in (self.prefill, self.decode) if (found := s.leaks())}:
+    def transfers(self) -> Callable[[], bool]:
+        """Whether blocks of a request that comes now are on their way between the stores."""
+        prefill, before = self.prefill, self.prefill.sealed()
+        return lambda: prefill.sealed() > before + 3 and self.decode.metric("kvsieve_peer_pulls") > 0
+
+    def nothing_leaks(self, seconds: float = 30, *, offers: bool = False) -> None:
+        """Waits until it is so. offers: also those that a peer which is gone has not taken back."""
+        end = time.monotonic() + seconds
+        while leaks := {
+            s.host.netns: found for s in (self.prefill, self.decode) if (found := s.leaks(offers))
+        }:
             assert time.monotonic() < end, leaks
             time.sleep(0.1)
 
@@ -232,7 +252,9 @@ class Cluster:
 @contextmanager
 def cluster(net: Net, preloaded: Preloaded, model: Path, folder: Path) -> Iterator[Cluster]:
     """Both sides, serving."""
-    sides = [Side(name, host, preloaded, model, folder) for name, host in (("prefill", net.a), ("decode", net.b))]
+    sides = [
+        Side(name, host, preloaded, model, folder) for name, host in (("prefill", net.a), ("decode", net.b))
+    ]
     both = Cluster(net, *sides)
     try:
         both.mend()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from kvsieve_pd.proxy.app import Proxy
+from kvsieve_pd.proxy.settings import Address, Flow, ProxySettings
+from tests.conftest import free_port
 from tests.pd import net
 from tests.pd.cluster import Cluster, Engine, Preloaded, cluster
+from tests.pd.upstreams import ProxyPages, serving
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +60,19 @@ def pd(hosts: Cluster) -> Iterator[Cluster]:
     yield hosts
     hosts.mend()
     hosts.nothing_leaks()
+
+
+@pytest.fixture
+def proxied(pd: Cluster) -> Iterator[Callable[..., ProxyPages]]:
+    """proxied(flow) -> a proxy in front of both hosts, which knows the prefill host's store."""
+    with contextlib.ExitStack() as stack:
+
+        def start(flow: Flow) -> ProxyPages:
+            prefill = Address(pd.prefill.engine.url, pd.prefill.address)
+            settings = ProxySettings((prefill,), (Address(pd.decode.engine.url),), flow=flow)
+            pages = ProxyPages()
+            pages.url = f"http://127.0.0.1:{(port := free_port())}"
+            stack.enter_context(serving(lambda: Proxy(settings).app, port))
+            return pages
+
+        yield start

@@ -97,7 +97,21 @@ def two_hosts() -> Iterator[Net]:
             _run("ip", "-n", host.netns, "addr", "add", f"{host.here}/30", "dev", "tests")
             _run("ip", "-n", host.netns, "link", "set", "tests", "up")
         a, b = hosts
-        _run("ip", "-n", a.netns, "link", "add", "peer", "type", "veth", "peer", "name", "peer", "netns", b.netns)
+        _run(
+            "ip",
+            "-n",
+            a.netns,
+            "link",
+            "add",
+            "peer",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "peer",
+            "netns",
+            b.netns,
+        )
         for host in hosts:
             _run("ip", "-n", host.netns, "addr", "add", f"{host.peer}/24", "dev", "peer")
             _run("ip", "-n", host.netns, "link", "set", "peer", "up")

@@ -1,7 +1,8 @@
-"""`vllm serve` from a process that has imported vLLM already: a second or so, where a new process takes half a minute.
+"""`vllm serve` from a process that has imported vLLM already: seconds, where a new process takes a minute.
 
-Run as a process; a line of JSON on standard input starts an engine: {"args": of `vllm`, "netns": path or "", "log":
-path}. The line that comes back is its process id, which is its process group's, too. Engines end with this process.
+Run as a process; a line of JSON on standard input starts an engine: {"args": of `vllm`, "netns": path or "",
+"log": path}. The line that comes back is its process id, which is its process group's, too. Engines end with
+this process.
 """
 
 from __future__ import annotations
