@@ -31,8 +31,8 @@ NAME_SIZE = "NAME=SIZE is expected, like Qwen3-0.6B=8GiB"
 TRANSPORTS = ("shm", "ucx", "tcp")
 
 _OTHER_VARIABLES = re.compile(
-    # Read by the CLI itself.
-    r"KVSIEVE_(CONFIG|ENDPOINT)"
+    # Read by the CLI itself, and by the proxy.
+    r"KVSIEVE_(CONFIG|ENDPOINT|PROXY_\w+)"
     # Kubernetes sets these in every pod of a namespace that has a Service named kvsieve*.
     r"|KVSIEVE_(\w+_)?SERVICE_(HOST|PORT(_\w+)?)|KVSIEVE_(\w+_)?PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
 )
