@@ -27,7 +27,7 @@ pd: $(VENV)/.engine ## Prefill and decode on two engines and two stores, with th
 	@$(BIN)/python -m kvsieve_pd.local $(ARGS)
 
 test-pd: $(VENV)/.engine ## Run the tests of prefill/decode disaggregation: two hosts, faults. As root; a few minutes.
-	@$(BIN)/python -m pytest -q tests/pd $(ARGS)
+	@$(BIN)/python -m pytest -q tests/pd tests/proxy tests/two_hosts $(ARGS)
 
 test: $(VENV)/.engine ## Run the whole test suite.
 	@$(BIN)/python -m pytest -q $(ARGS)

@@ -130,14 +130,15 @@ class Scene:
         config = vllm_config(max_model_len, chunk * overlap)
         hf = SimpleNamespace(index_topk=hot_blocks * BLOCK, kv_lora_rank=512, qk_rope_head_dim=64)
         config.model_config.__dict__.update(model="m", hf_text_config=hf, dtype=torch.bfloat16)
-        config.cache_config.__dict__.update(block_size=BLOCK, cache_dtype="fp8")
+        config.cache_config.__dict__.update(
+            block_size=BLOCK, cache_dtype="fp8", prefix_caching_hash_algo="sha256"
+        )
         config.scheduler_config.__dict__.update(max_num_seqs=seqs)
         config.__dict__.update(
             num_speculative_tokens=0,
             max_concurrent_batches=overlap,
             kv_events_config=None,
             kv_transfer_config=SimpleNamespace(kv_connector="KVSieveConnector"),
-            cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
         )
         return config
 

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.request import RequestStatus
 
+from kvsieve_connector.handoff import MAX_PULLS
 from kvsieve_connector.metadata import StepOrders, WorkerReport
 from kvsieve_connector.scheduler import SchedulerHalf
 from kvsieve_connector.settings import ConnectorSettings
-from kvsieve_store.client import Attachment, Match, SealEntry, SealResult, SlotRef
-from kvsieve_store.errors import SlotNotHeldError, UnavailableError
+from kvsieve_store.client import Attachment, Match, Pulled, SealEntry, SealResult, SlotRef
+from kvsieve_store.errors import CapacityError, SlotNotHeldError, UnavailableError
 
 BLOCK = 4
 
@@ -34,7 +38,22 @@ def attachment(epoch: int, instance: bytes = b"one") -> Attachment:
         slots_offset=4096,
         lock_path="",
         store_version="0",
+        peer_address="10.0.0.7:9400",
     )
+
+
+@dataclass
+class Pull:
+    """A pull that was sent. terms: parent, seconds, wait_seconds."""
+
+    source: str
+    keys: list[bytes]
+    terms: dict[str, Any]
+    future: Future[Pulled] = field(default_factory=Future)
+
+    def answer(self, present: int) -> None:
+        reason = "" if present == len(self.keys) else "the other store has no more of them"
+        self.future.set_result(Pulled(present, present, 0, reason))
 
 
 @dataclass
@@ -47,6 +66,16 @@ class ScriptedClient:
     seals: list[tuple[list[SealEntry], Future[list[SealResult]]]] = field(default_factory=list)
     leases_back: list[tuple[int, int | None]] = field(default_factory=list)
     slots_back: list[SlotRef] = field(default_factory=list)
+    pulls: list[Pull] = field(default_factory=list)
+    holds: list[list[bytes]] = field(default_factory=list)
+
+    def pull_async(self, source: str, keys: Sequence[bytes], **terms: Any) -> Future[Pulled]:
+        self.pulls.append(Pull(source, list(keys), terms))
+        return self.pulls[-1].future
+
+    def hold_async(self, keys: Sequence[bytes], *, seconds: float) -> Future[int]:
+        self.holds.append(list(keys))
+        return Future()
 
     @property
     def credits(self) -> int:
@@ -85,6 +114,7 @@ class Scene:
             cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
         )
         group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
+        init_none_hash(sha256)
         caches = SimpleNamespace(kv_cache_groups=[group] * groups, hash_block_size=BLOCK)
         self.half = SchedulerHalf(config, caches, ConnectorSettings(endpoint="unix:///s"))  # type: ignore[arg-type]
         self.client = ScriptedClient()
@@ -92,19 +122,24 @@ class Scene:
         self.tables: dict[str, tuple[list[int], ...]] = {}
         self.groups = groups
 
-    def request(self, name: str, blocks: int) -> Any:
+    def request(self, name: str, blocks: int, tail: int = 1, **params: Any) -> Any:
+        """tail: tokens beyond the full blocks. params: kv_transfer_params."""
         self.tables[name] = tuple(list(range(1, blocks + 2)) for _ in range(self.groups))
         return SimpleNamespace(
             request_id=name,
             block_hashes=[f"{name}{i}".encode().ljust(32, b".") for i in range(blocks)],
-            num_tokens=blocks * BLOCK + 1,
-            num_prompt_tokens=blocks * BLOCK + 1,
+            num_tokens=blocks * BLOCK + tail,
+            num_prompt_tokens=blocks * BLOCK + tail,
             num_computed_tokens=0,
             num_preemptions=0,
             skip_reading_prefix_cache=False,
             lora_request=None,
-            kv_transfer_params=None,
-            all_token_ids=list(range(blocks * BLOCK + 1)),
+            cache_salt=None,
+            mm_features=[],
+            prompt_embeds=None,
+            status=RequestStatus.FINISHED_LENGTH_CAPPED,
+            kv_transfer_params=params or None,
+            all_token_ids=list(range(blocks * BLOCK + tail)),
         )
 
     def step(self, **tokens: int) -> StepOrders:
@@ -313,3 +348,151 @@ def test_one_match_per_admission() -> None:
     request.num_preemptions = 1
     assert scene.half.matched_tokens(request, 0) == (None, False)
     assert len(scene.client.matches) == 2
+
+
+SOURCE = {"do_remote_prefill": True, "kvsieve_store": "10.0.0.8:9400"}
+
+
+def test_the_last_tokens_of_a_prompt_that_goes_on_elsewhere_are_saved_and_all_is_held() -> None:
+    scene = Scene()
+    request = scene.request("a", 2, tail=3, do_remote_decode=True)
+    scene.half.on_new_request(request)
+    first, second = scene.step(a=2 * BLOCK).saves
+    request.num_computed_tokens = 2 * BLOCK
+    (tail,) = scene.step(a=3).saves
+    assert tail.pages == ((3,),)
+    params = scene.half.finished(request)
+    assert params == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "kvsieve_store": "10.0.0.7:9400",
+        "kvsieve_pool": bytes(32).hex(),
+        "kvsieve_tokens": 2 * BLOCK + 3,
+    }
+    scene.half.take_report(WorkerReport(saved={order.job: 1 for order in (first, second, tail)}))
+    ((entries, sealed),) = scene.client.seals
+    assert [entry.parent for entry in entries] == [b"", entries[0].key, entries[1].key]
+    assert scene.client.holds == []  # not before it is sealed
+    assert scene.half.has_pending_work()
+    sealed.set_result([SealResult.SEALED] * 3)
+    scene.step()
+    assert scene.client.holds == [[entry.key for entry in entries]]
+    assert not scene.half.has_pending_work()
+
+
+@pytest.mark.parametrize("tail", [0, 1])
+def test_a_prompt_whose_last_token_alone_is_left_has_no_tail(tail: int) -> None:
+    scene = Scene()
+    request = scene.request("a", 2, tail=tail, do_remote_decode=True)
+    scene.half.on_new_request(request)
+    assert len(scene.step(a=2 * BLOCK + tail).saves) == 2
+    params = scene.half.finished(request)
+    assert params is not None
+    assert params["kvsieve_tokens"] == 2 * BLOCK
+
+
+def test_nothing_is_handed_over_by_an_aborted_request_or_a_store_without_peers() -> None:
+    scene = Scene()
+    request = scene.request("a", 2, do_remote_decode=True)
+    scene.half.on_new_request(request)
+    scene.step(a=2 * BLOCK)
+    request.status = RequestStatus.FINISHED_ABORTED
+    assert scene.half.finished(request) is None
+    request = scene.request("b", 2, do_remote_decode=True)
+    scene.half.on_new_request(request)
+    assert scene.client.attachment is not None
+    scene.client.attachment = replace(scene.client.attachment, peer_address="")
+    assert scene.half.finished(request) is None
+
+
+def test_a_request_waits_for_its_pull_then_matches_all_but_the_last_token() -> None:
+    scene = Scene()
+    request = scene.request("a", 2, tail=3, **SOURCE, kvsieve_wait_ms=700)
+    scene.half.on_new_request(request)
+    (pull,) = scene.client.pulls
+    assert (pull.source, len(pull.keys), pull.terms["parent"]) == ("10.0.0.8:9400", 3, b"")
+    assert pull.terms["wait_seconds"] == 0.7
+    assert scene.half.matched_tokens(request, 0) == (None, False)
+    assert not scene.client.matches
+    pull.answer(3)
+    assert scene.half.matched_tokens(request, 0) == (None, False)
+    scene.client.matches[0].set_result(answer(3))
+    assert scene.half.matched_tokens(request, BLOCK) == (BLOCK + 2, True)
+    scene.half.allocated(request, scene.blocks("a"), BLOCK + 2)
+    (order,) = scene.step().loads
+    assert order.refs == (SlotRef(51, 3), SlotRef(52, 3))
+    assert order.pages == (((2,),), ((3,),))
+
+
+def test_both_sides_derive_the_same_key_and_other_prompts_another() -> None:
+    scene = Scene()
+    keys = set()
+    for changes in ({}, {"cache_salt": "s"}, {"all_token_ids": [9] * 11}):
+        request = scene.request("a", 0, tail=3, **SOURCE)
+        vars(request).update(changes)
+        scene.half.on_new_request(request)
+        keys.add(scene.client.pulls[-1].keys[0])
+    assert len(keys) == 3
+    scene.half.on_new_request(scene.request("a", 0, tail=3, **SOURCE))
+    assert scene.client.pulls[-1].keys[0] in keys
+
+
+@pytest.mark.parametrize("error", [UnavailableError("gone"), None])
+def test_what_has_not_come_is_computed(error: Exception | None) -> None:
+    scene = Scene()
+    request = scene.request("a", 2, **SOURCE)
+    scene.half.on_new_request(request)
+    (pull,) = scene.client.pulls
+    if error is not None:
+        pull.future.set_exception(error)
+    else:
+        pull.answer(1)
+    assert scene.half.matched_tokens(request, 0) == (None, False)
+    scene.client.matches[0].set_result(answer(1))
+    assert scene.half.matched_tokens(request, 0) == (BLOCK, True)
+    assert scene.half.stats.data["incomplete_handoffs"] == 1
+
+
+def test_a_pull_that_the_store_has_no_room_for_is_sent_again() -> None:
+    scene = Scene()
+    request = scene.request("a", 2, **SOURCE)
+    now = [0.0]
+    scene.half._arrivals._clock = lambda: now[0]
+    scene.half.on_new_request(request)
+    scene.client.pulls[0].future.set_exception(CapacityError("64 are under way"))
+    assert scene.half.matched_tokens(request, 0) == (None, False)
+    assert len(scene.client.pulls) == 1
+    now[0] = 1.0
+    assert scene.half.matched_tokens(request, 0) == (None, False)
+    scene.client.pulls[1].future.set_exception(CapacityError("64 are under way"))
+    now[0] = 1000.0
+    scene.half.matched_tokens(request, 0)
+    assert scene.client.matches  # the time is over
+    assert len(scene.client.pulls) == 2
+
+
+def test_an_aborted_request_ends_its_pull_and_makes_room_for_another() -> None:
+    scene = Scene()
+    requests = [scene.request(f"r{i}", 1, **SOURCE) for i in range(MAX_PULLS + 1)]
+    for request in requests:
+        scene.half.on_new_request(request)
+    assert len(scene.client.pulls) == MAX_PULLS
+    scene.half.finished(requests[0])
+    assert scene.client.pulls[0].future.cancelled()
+    scene.step()
+    assert len(scene.client.pulls) == MAX_PULLS + 1
+
+
+def test_a_prompt_that_the_gpu_has_waits_for_nothing() -> None:
+    scene = Scene()
+    request = scene.request("a", 2, **SOURCE)
+    scene.half.on_new_request(request)
+    scene.half.matched_tokens(request, 2 * BLOCK)
+    assert scene.client.pulls[0].future.cancelled()
+
+
+def test_another_pool_is_refused() -> None:
+    scene = Scene()
+    scene.half.on_new_request(scene.request("a", 2, **SOURCE, kvsieve_pool="ab" * 32))
+    assert not scene.client.pulls
+    assert scene.half.stats.data["incomplete_handoffs"] == 1

@@ -252,6 +252,15 @@ class TestHolds:
         assert source.metric("kvsieve_peer_taken_holds_total") == 1
         source.settled()
 
+    def test_what_was_taken_before_is_not_held(self, pair: Pair) -> None:
+        source, target = pair
+        keys = source.save(10)
+        target.pull(source.store.endpoint, keys)
+        assert source.client.hold(keys, seconds=60) == 0
+        source.settled()
+        assert source.client.hold(keys, seconds=1) == 10  # another hand-off of the same prompt
+        source.settled()
+
     def test_a_hold_outlives_its_engine_and_runs_out(self, pair: Pair) -> None:
         source, _ = pair
         keys = source.save(10)

@@ -12,6 +12,9 @@ from kvsieve_store.server.core import Core, InnerSession
 
 MAX_HOLDS = 4096
 
+TAKEN_SECONDS = 60.0
+"""How long it is remembered what was taken before its hold came."""
+
 _NONE = np.empty(0, np.uint32)
 
 
@@ -31,6 +34,8 @@ class Holds:
         self._core = core
         self._sessions: dict[bytes, InnerSession] = {}
         self._holds: dict[tuple[bytes, bytes], _Hold] = {}
+        self._taken: dict[tuple[bytes, bytes], float] = {}
+        """Last blocks of what was taken without a hold, and until when that counts; the oldest first."""
         self.taken_holds = 0
         """Ended because the blocks were taken; only grows."""
         self.expired = 0
@@ -40,7 +45,8 @@ class Holds:
         return len(self._holds)
 
     def hold(self, session_id: bytes, keys: bytes, hold_ms: int) -> int:
-        """How many of the keys, from the first on, are held. Raises what kvsieve.v1.Peer.Hold says."""
+        """How many of the keys, from the first on, are held. None when they have been taken just now, faster
+        than the hold came. Raises what kvsieve.v1.Peer.Hold says."""
         core = self._core
         session = core.state.session(session_id)
         count, rest = divmod(len(keys), KEY_BYTES)
@@ -53,6 +59,8 @@ class Holds:
         if len(self._holds) >= MAX_HOLDS:
             raise CapacityError(f"hold_ms: {MAX_HOLDS} hand-offs are held, the most; try again later")
         pool_id = session.pool_id
+        if self._taken.pop((pool_id, keys[-KEY_BYTES:]), 0.0) > core.now():
+            return 0
         holder = self._sessions.get(pool_id)
         if holder is None:
             holder = core.open_inner_session(session.pool.spec, "peer (hand-offs)")
@@ -70,10 +78,16 @@ class Holds:
 
     def taken(self, pool_id: bytes, keys: bytes) -> None:
         """Another store has these blocks now. keys: 32 bytes each, end to end."""
-        if not self._holds:
-            return
-        for at in range(0, len(keys), KEY_BYTES):
-            self.taken_holds += self._end((pool_id, keys[at : at + KEY_BYTES]))
+        ended = 0
+        for at in range(0, len(keys) if self._holds else 0, KEY_BYTES):
+            ended += self._end((pool_id, keys[at : at + KEY_BYTES]))
+        if keys and not ended:
+            place = (pool_id, keys[-KEY_BYTES:])
+            self._taken.pop(place, None)
+            self._taken[place] = self._core.now() + TAKEN_SECONDS
+            if len(self._taken) > MAX_HOLDS:
+                del self._taken[next(iter(self._taken))]
+        self.taken_holds += ended
         self._close_idle()
 
     def tick(self) -> None:
@@ -82,6 +96,8 @@ class Holds:
         for place, hold in list(self._holds.items()):
             if draining or now >= hold.ends:
                 self.expired += self._end(place)
+        while self._taken and next(iter(self._taken.values())) <= now:
+            del self._taken[next(iter(self._taken))]
         self._close_idle()
 
     def _end(self, place: tuple[bytes, bytes]) -> bool:

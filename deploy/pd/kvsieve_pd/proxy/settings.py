@@ -59,7 +59,7 @@ class ProxySettings:
     decode: tuple[Address, ...]
     listen: str = "127.0.0.1:8000"
     flow: Flow = "overlapped"
-    wait_ms: int = 2_000
+    wait_ms: int = 10_000
     short_prompt: int = 0
     max_body: int = 32 << 20
     max_requests: int = 1_024

@@ -23,8 +23,8 @@ from kvsieve_store.client import AdminClient
 from kvsieve_store.errors import KVSieveError
 from tests.conftest import ROOT, StoreProcess
 from tests.engine.conftest import transfer_config
-from tests.pd.net import Host, Net
-from tests.pd.upstreams import wait_for
+from tests.proxy.upstreams import wait_for
+from tests.two_hosts.net import Host, Net
 
 MODEL = "tiny"
 BLOCK = 32

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.engine.generate import prompt
-from tests.pd.cluster import MODEL
+from tests.two_hosts.cluster import MODEL
 
 TOKENS = 8
 

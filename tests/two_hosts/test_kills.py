@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.pd.asking import Reply, ask, request
-from tests.pd.cluster import Cluster, Engine
-from tests.pd.upstreams import wait_for
+from tests.proxy.upstreams import wait_for
+from tests.two_hosts.asking import Reply, ask, request
+from tests.two_hosts.cluster import Cluster, Engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -17,7 +17,7 @@ import pytest
 from kvsieve_pd.proxy.app import Proxy
 from kvsieve_pd.proxy.settings import Address, ProxySettings
 from tests.conftest import free_port
-from tests.pd.upstreams import STORE, ProxyPages, ProxyProcess, Upstream, serving, wait_for
+from tests.proxy.upstreams import STORE, ProxyPages, ProxyProcess, Upstream, serving, wait_for
 
 PARAMS = {
     "do_remote_prefill": True,
@@ -123,7 +123,7 @@ async def test_the_store_is_learnt_from_the_first_answer(upstream: Any, proxy: A
         assert (await post(running.url))[0] == 200
     sent = [seen.body["kv_transfer_params"] for seen in decode.seen]
     assert "kvsieve_wait_ms" not in sent[0]
-    assert sent[1]["kvsieve_wait_ms"] == 2_000
+    assert sent[1]["kvsieve_wait_ms"] == 10_000
     assert running.health()["prefill"][0]["store"] == STORE
     assert running.metric("requests_total", flow="sequential", outcome="ok") == 1
     assert running.metric("requests_total", flow="overlapped", outcome="ok") == 1
