@@ -171,6 +171,23 @@ async def test_without_prefill_decode_computes(how: Any, store: str, upstream: A
     assert running.metric("without_prefill_total") > 0
 
 
+async def test_decode_is_asked_anew_when_prefill_fails_beside_it(upstream: Any, proxy: Any) -> None:
+    """With another prefill engine; and for what there is, without waiting, when there is none."""
+    bad, good, decode = upstream(status=500), upstream(params=PARAMS), upstream(delay=0.5)
+    running = proxy([bad, good], [decode], store=STORE, fails=100)
+    assert (await post(running.url))[0] == 200
+    assert (len(bad.seen), len(good.seen)) == (1, 1)
+    assert [seen.ended for seen in decode.seen] == ["cancelled", "answered"]
+    assert running.metric("retries_total", role="prefill") == 1
+    good.status = 500
+    decode.seen.clear()
+    assert (await post(running.url))[0] == 200
+    waits = [seen.body["kv_transfer_params"]["kvsieve_wait_ms"] for seen in decode.seen]
+    assert waits == [10_000, 10_000, 0]
+    assert running.metric("without_prefill_total") == 1
+    assert running.metric("instance_failures_total", role="decode") == 0
+
+
 async def test_prefills_refusal_is_the_answer(upstream: Any, proxy: Any) -> None:
     prefill, decode = upstream(status=400), upstream()
     running = proxy([prefill], [decode])

@@ -66,50 +66,83 @@ class Flows:
             async with self._ask(pool, call, call.body) as answer:
                 yield answer
             return
-        async with contextlib.AsyncExitStack() as stack:
+        if params.prompt_length(call.body) < self._settings.short_prompt or not self._prefill.instances:
+            body = call.body
+        else:
             try:
-                body = await self._after_prefill(call, stack)
+                first = self._prefill.choose()
+                if self._settings.flow == "overlapped" and first.store:
+                    async with self._overlapped(call, first) as answer:
+                        yield answer
+                    return
+                call.flow = "sequential"
+                body = params.decode_body(call.body, await self._run_prefill(call, first, retry=True))
             except Rejected as rejected:
                 yield rejected.answer
                 return
-            yield await stack.enter_async_context(self._ask(self._decode, call, body))
+            except ProxyError as error:
+                if call.flow == "overlapped":
+                    raise
+                self._goes_on_without(call, error)
+                body = call.body
+        async with self._ask(self._decode, call, body) as answer:
+            yield answer
 
-    async def _after_prefill(self, call: Call, stack: contextlib.AsyncExitStack) -> Body:
-        """What decode is asked, once it may be. stack: ends what runs beside it. Raises Rejected."""
-        if params.prompt_length(call.body) < self._settings.short_prompt or not self._prefill.instances:
-            return call.body
-        try:
-            first = self._prefill.choose()
-        except NoInstance as error:
-            self._goes_on_without(call, error)
-            return call.body
-        if self._settings.flow == "overlapped" and first.store:
-            call.flow = "overlapped"
-            await stack.enter_async_context(_beside(self._run_prefill(call, first, retry=False)))
-            return params.overlapped_body(call.body, first.store, self._settings.wait_ms)
-        call.flow = "sequential"
-        return params.decode_body(call.body, await self._run_prefill(call, first, retry=True))
+    @asynccontextmanager
+    async def _overlapped(self, call: Call, first: Instance) -> AsyncIterator[Answer]:
+        """Decode's answer; prefill runs beside it. Raises ProxyError.
+
+        When prefill fails before decode's first byte, another pair of requests begins: with another prefill
+        engine, or with none, and then decode takes what there is and waits for nothing.
+        """
+        call.flow = "overlapped"
+        instance, tried = first, [first]
+        while True:
+            async with self._side_by_side(call, instance) as answer:
+                if answer is not None:
+                    yield answer
+                    return
+            others = [i for i in self._prefill.up if i.store and i not in tried]
+            if not others or len(tried) >= self._settings.attempts:
+                break
+            instance = self._prefill.choose([i for i in self._prefill.instances if i not in others])
+            tried.append(instance)
+            self._metrics.retries.labels(self._prefill.role).inc()
+        self._metrics.without_prefill.inc()
+        body = params.overlapped_body(call.body, instance.store, 0)
+        async with self._ask(self._decode, call, body) as answer:
+            yield answer
+
+    @asynccontextmanager
+    async def _side_by_side(self, call: Call, instance: Instance) -> AsyncIterator[Answer | None]:
+        """Decode's answer, or None when prefill has failed before. What is left ends on the way out."""
+        body = params.overlapped_body(call.body, instance.store, self._settings.wait_ms)
+        async with contextlib.AsyncExitStack() as stack:
+            prefill = asyncio.create_task(self._run_prefill(call, instance, retry=False))
+            stack.push_async_callback(_end, prefill)
+            asked = stack.enter_async_context(self._ask(self._decode, call, body))
+            decode = asyncio.create_task(asked)
+            stack.push_async_callback(_end, decode)
+            await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
+            failure = prefill.exception() if prefill.done() else None
+            if isinstance(failure, ProxyError) and not decode.done():
+                _log.warning("%s: prefill failed beside decode: %s", call.headers["X-Request-Id"], failure)
+                yield None
+            else:
+                yield await decode
 
     async def _run_prefill(self, call: Call, first: Instance, *, retry: bool) -> Body:
-        """Prefill's answer, {} if there is none. Raises Rejected (with retry).
-
-        retry: on other engines too. Else decode waits for the first one's store already, and nobody else's.
-        """
+        """Prefill's answer. retry: on other engines, too. Raises Rejected (with retry), ProxyError."""
         started = time.monotonic()
         body = params.prefill_body(call.body)
-        try:
-            async with self._ask(self._prefill, call, body, first=first, retry=retry) as answer:
-                said = answer.json()
-                if answer.status == 200:
-                    self._metrics.prefill_seconds.observe(time.monotonic() - started)
-                    answer.instance.store = params.store_of(said) or answer.instance.store
-                    return said
-                if retry:
-                    raise Rejected(answer)
-                return {}
-        except ProxyError as error:
-            self._goes_on_without(call, error)
-            return {}
+        async with self._ask(self._prefill, call, body, first=first, retry=retry) as answer:
+            said = answer.json()
+            if answer.status == 200:
+                self._metrics.prefill_seconds.observe(time.monotonic() - started)
+                answer.instance.store = params.store_of(said) or answer.instance.store
+            elif retry:
+                raise Rejected(answer)
+            return said
 
     def _goes_on_without(self, call: Call, error: ProxyError) -> None:
         self._metrics.without_prefill.inc()
@@ -143,12 +176,7 @@ class Flows:
             yield answer
 
 
-@asynccontextmanager
-async def _beside(work: Any) -> AsyncIterator[None]:
-    """Runs a coroutine meanwhile; what is left of it on the way out is cancelled."""
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+async def _end(task: asyncio.Task[Any]) -> None:
+    """Cancels it, unless it is done, and waits."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
