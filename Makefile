@@ -13,15 +13,21 @@ GENERATE := $(BIN)/uv run -q --isolated --no-project --python $(BIN)/python \
 	--with grpcio-tools==1.76.0 --with 'setuptools<81' bash proto/generate.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench-store bench bench-traces test-gpu bench-gpu proto clean
+.PHONY: help demo pd test test-pd lint bench-store bench bench-traces test-gpu bench-gpu proto clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "  ARGS='...' adds arguments to demo, test and the benchmarks."
+	@echo "  ARGS='...' adds arguments to demo, pd, test, test-pd and the benchmarks."
 
 demo: $(VENV)/.engine ## Kill a real vLLM engine; watch the next one answer from the store. A few minutes.
 	@$(BIN)/kvsieve demo $(ARGS)
+
+pd: $(VENV)/.engine ## Prefill and decode on two engines and two stores, with the proxy, until Ctrl-C.
+	@$(BIN)/python -m kvsieve_pd.local $(ARGS)
+
+test-pd: $(VENV)/.engine ## Run the tests of prefill/decode disaggregation: two hosts, faults. As root; a few minutes.
+	@$(BIN)/python -m pytest -q tests/pd tests/proxy tests/two_hosts $(ARGS)
 
 test: $(VENV)/.engine ## Run the whole test suite.
 	@$(BIN)/python -m pytest -q $(ARGS)

@@ -139,6 +139,49 @@ def _traces(panels: Any, record: dict[str, Any]) -> None:
         axes.legend(fontsize=6, loc="upper right", ncols=2)
 
 
+def _scale(panels: Any, record: dict[str, Any]) -> None:
+    """How full each thing is, and what a host's link and the directory carry, over the number of hosts."""
+    rows = record["rows"]
+    hosts = [row["hosts"] for row in rows]
+    for i, name in enumerate(rows[0]["used"]):
+        some = [(row["hosts"], row["used"][name]) for row in rows if row["used"][name] > 0]
+        panels[0].plot(*zip(*some, strict=True), marker="os^vDxP"[i], markersize=4, linewidth=1, label=name)
+    panels[0].axhline(1, label="full", **_GOAL)
+    panels[0].set(title="Used, of one of each", yscale="log", ylim=(1e-3, 1e4))
+    for name, label in (
+        ("prefill_out_gb_s", "out of a prefill host, mean"),
+        ("decode_in_gb_s", "into a decode host, mean"),
+        ("host_link_p99_gb_s", "any host's link, 99 % of 0.1 s"),
+        ("host_link_peak_gb_s", "any host's link, most in 0.1 s"),
+    ):
+        panels[1].plot(hosts, [row[name] for row in rows], marker="o", markersize=4, linewidth=1, label=label)
+    panels[1].axhline(record["parameters"]["nic_bytes_s"] / 1e9, label="the link", **_GOAL)
+    panels[1].set(
+        title="Bytes on a host's link",
+        ylabel="GB/s",
+        ylim=(0, 1.6 * record["parameters"]["nic_bytes_s"] / 1e9),
+    )
+    for name, label in (
+        ("directory_ops_s", "commands/s"),
+        ("proxy_events_s", "stream events/s, all proxies"),
+    ):
+        panels[2].plot(hosts, [row[name] for row in rows], marker="o", markersize=4, linewidth=1, label=label)
+    panels[2].plot(
+        hosts,
+        [row["directory_gb"] * 1e6 for row in rows],
+        marker="s",
+        markersize=4,
+        linewidth=1,
+        label="directory, KB",
+    )
+    panels[2].set(title="Directory and proxies", yscale="log")
+    for axes in panels:
+        axes.set(xlabel="hosts (log)", xscale="log")
+        axes.set_xticks(hosts, [f"{number:,}" for number in hosts])
+        axes.minorticks_off()
+        axes.legend(fontsize=6, loc="upper left")
+
+
 def _lines(axes: Axes, rows: list[dict[str, Any]], group: str, value: str) -> None:
     """A line per value of `group`, over hot_rows_k."""
     for i, name in enumerate(dict.fromkeys(row[group] for row in rows)):
@@ -183,5 +226,6 @@ _DRAW = {
     "restart": _restart,
     "overhead": _overhead,
     "traces": _traces,
+    "scale": _scale,
 }
-_PANELS = {"traces": 3}
+_PANELS = {"traces": 3, "scale": 3}

@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -45,14 +45,16 @@ class StoreProcess:
     kill() is `kill -9`; start() after it is a store that comes back on the same socket.
     """
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, http: str | None = None, prefix: Sequence[str] = ()) -> None:
+        """http: address of its HTTP port. prefix: goes before its command, to run it elsewhere."""
         self.dir = Path(tempfile.mkdtemp(prefix="kvsieve-"))
         self.socket = self.dir / "s.sock"
         # Of its own, so that a killed store's arena goes too. Containers often have 64 MiB of /dev/shm.
         roomy = shutil.disk_usage("/dev/shm").free > 1 << 30
         self.shm = Path(tempfile.mkdtemp(prefix="kvsieve-test-", dir="/dev/shm" if roomy else self.dir))
         self.endpoint = f"unix://{self.socket}"
-        self.http = f"127.0.0.1:{free_port()}"
+        self.http = http or f"127.0.0.1:{free_port()}"
+        self.prefix = prefix
         self.log = self.dir / "store.log"
         self.flags = flags
         self.process: subprocess.Popen[bytes] | None = None
@@ -64,7 +66,7 @@ class StoreProcess:
 
     def start(self, timeout: float = 30.0) -> StoreProcess:
         """Returns once the store says that it is ready; raises RuntimeError with its log if it does not."""
-        command = [sys.executable, "-m", "kvsieve_store.cli.main", "serve"]
+        command = [*self.prefix, sys.executable, "-m", "kvsieve_store.cli.main", "serve"]
         command += ["--listen", self.endpoint, "--http", self.http, *self._memory_flags(), *self.flags]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)

@@ -33,8 +33,8 @@ TRANSPORTS = ("shm", "ucx", "tcp")
 DIRECTORY_URL = r"rediss?(\+cluster)?://\S+"
 
 _OTHER_VARIABLES = re.compile(
-    # Read by the CLI itself.
-    r"KVSIEVE_(CONFIG|ENDPOINT)"
+    # Read by the CLI itself, and by the proxy.
+    r"KVSIEVE_(CONFIG|ENDPOINT|PROXY_\w+)"
     # Kubernetes sets these in every pod of a namespace that has a Service named kvsieve*.
     r"|KVSIEVE_(\w+_)?SERVICE_(HOST|PORT(_\w+)?)|KVSIEVE_(\w+_)?PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
 )

@@ -42,10 +42,10 @@ class Answer:
 class Engine:
     """A running vLLM engine on a loopback port."""
 
-    def __init__(self, model: Path, endpoint: str, log: Path) -> None:
-        """Starts it; start() waits. endpoint: of the store."""
+    def __init__(self, model: Path, endpoint: str, log: Path, name: str = "engine") -> None:
+        """Starts it; start() waits. endpoint: of the store. name: for messages."""
         self._name = model.name
-        self._url = f"http://127.0.0.1:{(port := free_port())}"
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
         transfer = {
             "kv_connector": "KVSieveConnector",
             "kv_connector_module_path": "kvsieve_connector.connector",
@@ -57,7 +57,7 @@ class Engine:
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", self._name]
         command += ["--dtype", "bfloat16", "--enforce-eager", "--max-num-seqs", "4"]
         command += ["--kv-transfer-config", json.dumps(transfer)]
-        self.child = Child("engine", command, log, os.environ | _ENVIRON)
+        self.child = Child(name, command, log, os.environ | _ENVIRON)
 
     def start(self) -> None:
         """Waits until it serves. Raises DemoError."""
@@ -102,7 +102,7 @@ class Engine:
     def counter(self, name: str) -> float:
         """Sum of a Prometheus counter of the engine over its labels; 0 when there is none of that name."""
         try:
-            with urllib.request.urlopen(f"{self._url}/metrics", timeout=10) as answer:
+            with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
                 page = answer.read().decode()
         except OSError as error:
             raise self._failed(error) from error
@@ -111,7 +111,7 @@ class Engine:
 
     def _healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self._url}/health", timeout=2) as answer:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False
@@ -125,7 +125,7 @@ class Engine:
 
     def _open(self, path: str, body: dict[str, Any]) -> Any:
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self._url + path, json.dumps(body).encode(), headers)
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         return urllib.request.urlopen(request, timeout=_REQUEST_SECONDS)
 
     def _failed(self, error: Exception) -> DemoError:

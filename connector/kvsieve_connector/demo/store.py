@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvsieve.v1 import admin_pb2 as pb
@@ -19,13 +20,21 @@ _START_SECONDS = 60.0
 class DemoStore:
     """A store on a socket in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
-        """Starts it; start() waits."""
-        self.endpoint = f"unix://{folder / 'kvsieve.sock'}"
+    def __init__(self, folder: Path, name: str = "store", flags: Sequence[str] = ()) -> None:
+        """Starts it; start() waits. name: of its log, and for messages. flags: more of `kvsieve serve`."""
+        self.endpoint = f"unix://{folder / name}.sock"
         command = [sys.executable, "-m", "kvsieve_store.cli.main", "serve", "--listen", self.endpoint]
-        command += ["--http", "", "--pool-size", f"{_POOL_MIB}MiB", "--shm-dir", str(_shm_dir(folder))]
+        command += [
+            "--http",
+            "",
+            "--pool-size",
+            f"{_POOL_MIB}MiB",
+            "--shm-dir",
+            str(_shm_dir(folder)),
+            *flags,
+        ]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("KVSIEVE_")}
-        self.child = Child("store", command, folder / "store.log", environ)
+        self.child = Child(name, command, folder / f"{name}.log", environ)
         self._admin = AdminClient(self.endpoint)
 
     def start(self) -> None:

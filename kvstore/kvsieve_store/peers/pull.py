@@ -332,7 +332,7 @@ class _Pull:
             raise
         self._seal(grant, good)
         plan.landed(count, good)
-        counters = self._links.counters_of(self._source)
+        counters = self._links.counters_of(self.source)
         counters.pulled += good
         counters.damaged += good < count
         if good:

@@ -1,0 +1,3 @@
+from kvsieve_pd.proxy.command import main
+
+main()
