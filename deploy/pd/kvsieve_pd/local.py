@@ -80,12 +80,10 @@ def _start(
             engines[role].start()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "kvsieve_pd.proxy", "--listen", f"127.0.0.1:{port}", "--flow", flow]
-    command += [
-        "--prefill",
-        f"{engines['prefill'].url}={peers['prefill']}",
-        "--decode",
-        engines["decode"].url,
-    ]
+    prefill, decode = engines["prefill"].url, engines["decode"].url
+    command += ["--prefill", f"{prefill}={peers['prefill']}", "--decode", decode]
+    # Two engines on the same few cores take their time.
+    command += ["--wait-ms", "60000"]
     proxy = Child("proxy", command, folder / "proxy.log", os.environ)
     running.callback(proxy.close)
     with steps.step("start the proxy"):
