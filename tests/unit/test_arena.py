@@ -95,9 +95,10 @@ def test_a_failure_half_way_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mount_that_is_not_there() -> None:
-    with pytest.raises(SettingsError, match="shm_dir: /nowhere is not a directory"):
-        Arena.create(Path("/nowhere"), SIZE, EXTENT, SEGMENT, store="unix:///a")
+def test_a_mount_that_is_not_there(tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    with pytest.raises(SettingsError, match=f"shm_dir: {nowhere} is not a directory"):
+        Arena.create(nowhere, SIZE, EXTENT, SEGMENT, store="unix:///a")
 
 
 def test_a_directory_that_is_no_hugetlbfs(tmp_path: Path) -> None:
