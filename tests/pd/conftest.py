@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -39,6 +40,7 @@ class Engine:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, "VLLM_LOGGING_STREAM": "ext://sys.stderr"},
         )
         self._said: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._answers: dict[str, dict[str, Any]] = {}

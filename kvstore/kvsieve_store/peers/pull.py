@@ -53,6 +53,13 @@ MAX_PULLS = 256
 MAX_SOURCE = 256
 MAX_TIMEOUT_MS = 600_000
 
+_PEER_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    # A store that comes back is reached within about a second; gRPC's own limit is two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+
 _NO_KEY = bytes(KEY_BYTES)
 
 
@@ -217,7 +224,7 @@ class _Pull:
 
     def _open_channel(self) -> None:
         """One of the pull's own, and a new one after a failure: gRPC's back-off would come on top of ours."""
-        self._channel = grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(self._target, options=_PEER_OPTIONS)
         self._stub: Any = peer_pb2_grpc.PeerStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def _leave(self) -> None:
