@@ -134,7 +134,7 @@ def test_the_source_is_stopped(pair: Pair) -> None:
 def test_a_caller_that_gives_up_leaves_nothing(pair: Pair) -> None:
     source, target = pair
     keys = source.save(COUNT)
-    for delay in (0.0, 0.02, 0.05, 0.1):
+    for delay in (*(n / 500 for n in range(20)), 0.05, 0.1):
         call = target.start_pull(source.store.endpoint, keys)
         time.sleep(delay)
         call.cancel()

@@ -102,7 +102,7 @@ def test_the_link_is_cut(when: str, flow: str, pd: Cluster, proxied: Proxied, pl
         pd.net.cut()
         assert ask(proxy.url, body) == expected(plain_engine, body)
         return
-    pd.net.slow(80)
+    pd.net.slow(20)
     transfers = pd.transfers()
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, proxy.url, body)
@@ -117,7 +117,7 @@ def test_a_cut_that_is_mended_costs_time_only(
     flow: str, pd: Cluster, proxied: Proxied, plain_engine: Engine
 ) -> None:
     body = request(70 + FLOWS.index(flow), 4_000)
-    pd.net.slow(80)
+    pd.net.slow(20)
     transfers = pd.transfers()
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, proxied(flow).url, body)

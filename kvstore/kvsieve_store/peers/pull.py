@@ -193,6 +193,8 @@ class _Pull:
         self._keys = keys
         self._parents = [request.parent or _NO_KEY, *keys]
         self._offer = pb.OfferResponse()
+        self._offering: asyncio.Future[pb.OfferResponse] | None = None
+        self._offering_waits = False
         self._first = 0
         self._description: Description | None = None
         self._backoff = Backoff(random.Random())
@@ -228,6 +230,7 @@ class _Pull:
         self._stub: Any = peer_pb2_grpc.PeerStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def _leave(self) -> None:
+        await self._end_offering()
         await self._withdraw()
         await self._channel.close()
 
@@ -292,8 +295,11 @@ class _Pull:
             digests=True,
             wait_ms=int(wait * 1000),
         )
-        offer = await self._call("Offer", self._stub.Offer(request, timeout=READ_SECONDS + wait))
-        self._offer = offer
+        call = self._call("Offer", self._stub.Offer(request, timeout=READ_SECONDS + wait))
+        self._offering = asyncio.ensure_future(call)
+        self._offering_waits = wait > 0
+        offer = self._offer = await asyncio.shield(self._offering)
+        self._offering = None
         slot_bytes = self._inner.layout.slot_bytes
         if offer.blocks:
             if not (
@@ -361,6 +367,17 @@ class _Pull:
             )
             self._lease_id = sealed.lease_id or self._lease_id
         self._core.give_back_inner(self._inner, Grant(grant.slots[good:], grant.generations[good:]))
+
+    async def _end_offering(self) -> None:
+        """A pull that is cancelled while it asks for an offer: the other store may have made it already."""
+        offering, self._offering = self._offering, None
+        if offering is None:
+            return
+        if not offering.done() and not self._offering_waits:
+            await asyncio.wait([offering], timeout=WITHDRAW_SECONDS)
+        offering.cancel()
+        with suppress(KVSieveError, asyncio.CancelledError):
+            self._offer = await offering
 
     async def _withdraw(self) -> None:
         offer, self._offer = self._offer, pb.OfferResponse()
