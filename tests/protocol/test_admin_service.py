@@ -42,6 +42,7 @@ async def test_status(engine: Engine, store: Store) -> None:
         leases=1,
         listen=store.endpoints,
         arena_dir=str(store.core.arena.path),
+        directory="local",
     )
 
 

@@ -64,8 +64,11 @@ class Peer:
         self.process.stdin.flush()
 
     def hear(self) -> str:
+        """What it says next, without what UCX has to say in between."""
         assert self.process.stdout is not None
-        return self.process.stdout.readline().decode().strip()
+        while (line := self.process.stdout.readline()).startswith(b"["):
+            pass
+        return line.decode().strip()
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
