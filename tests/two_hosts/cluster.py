@@ -174,10 +174,10 @@ class Side:
             self.engine.start()
 
     def sealed(self) -> int:
-        """Blocks of the store; 0 without one."""
+        """Blocks sealed since the store's start, those that were evicted since as well; 0 without one."""
         try:
-            return int(self.admin.status().sealed_blocks)
-        except KVSieveError:
+            return int(self.metric("kvsieve_sealed_blocks_total"))
+        except OSError:
             return 0
 
     def metric(self, name: str) -> float:
