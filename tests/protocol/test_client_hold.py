@@ -60,6 +60,12 @@ def test_a_seal_without_hold_leases_nothing(endpoint: str) -> None:
         assert admin.status().leases == 0
 
 
+@pytest.mark.parametrize(("hold", "lease"), [(False, 7), (True, -1), (True, 1 << 64)])
+def test_a_lease_that_can_not_be_meant(endpoint: str, hold: bool, lease: int) -> None:
+    with client(endpoint) as c, pytest.raises(InvalidRequestError, match=f"lease: {lease} given"):
+        c.seal([], hold=hold, lease=lease)  # type: ignore[call-overload]
+
+
 def test_nothing_to_seal(endpoint: str) -> None:
     with client(endpoint) as c:
         assert c.seal([], hold=True) == Held()

@@ -15,7 +15,7 @@ import grpc
 from kvsieve.v1 import store_pb2 as pb
 from kvsieve_store import __version__
 from kvsieve_store.client.backoff import LONGEST_SECONDS, Backoff
-from kvsieve_store.client.batches import check_entries, join_keys
+from kvsieve_store.client.batches import check_entries, check_lease, join_keys
 from kvsieve_store.client.channel import CHANNEL_OPTIONS
 from kvsieve_store.client.endpoint import grpc_target
 from kvsieve_store.client.handles import (
@@ -203,10 +203,11 @@ class AsyncStoreClient:
         lease: with hold, adds to this lease of the epoch; 0, or one that is gone: makes a new one. So who
         seals again and again has one lease in all. What a hold that raises had added stays in it.
         Raises CapacityError when the session has leased too much, InvalidRequestError from a client without
-        leases (lease_ms 0).
+        leases (lease_ms 0), and for a lease without hold.
         """
         check_entries(entries)
         session = self._live(epoch)
+        check_lease(hold, lease)
         if hold and not self._terms.lease_ms:
             raise InvalidRequestError("hold: this client takes no leases (lease_ms is 0)")
         held = await session.seal(entries, hold=hold, lease=lease) if entries else Held()

@@ -28,6 +28,14 @@ def join_keys(keys: bytes | Sequence[bytes]) -> bytes:
     return b"".join(keys)
 
 
+def check_lease(hold: bool, lease: int) -> None:
+    """Raises InvalidRequestError for a lease that a seal can't add to."""
+    if lease and not hold:
+        raise InvalidRequestError(f"lease: {lease} given without hold")
+    if not 0 <= lease < 1 << 64:
+        raise InvalidRequestError(f"lease: {lease} given, 0 to 2**64 - 1 allowed")
+
+
 def check_entries(entries: Sequence[SealEntry]) -> None:
     """Raises InvalidRequestError when a key or a parent has not its length."""
     for i, (key, parent, _) in enumerate(entries):

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, overload
 
 from kvsieve_store.client.async_client import AsyncStoreClient
+from kvsieve_store.client.batches import check_lease
 from kvsieve_store.client.handles import (
     Attachment,
     ClientState,
@@ -179,6 +180,7 @@ class StoreClient:
     ) -> list[SealResult] | Held:
         """Makes written slots findable by key and immutable, and with `hold` keeps all of them readable; see
         AsyncStoreClient.seal()."""
+        check_lease(hold, lease)
         if hold:
             return self._wait(self.seal_async(entries, epoch=epoch, hold=True, lease=lease))
         return self._wait(self.seal_async(entries, epoch=epoch))
@@ -194,6 +196,7 @@ class StoreClient:
     def seal_async(
         self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold: bool = False, lease: int = 0
     ) -> Future[list[SealResult]] | Future[Held]:
+        check_lease(hold, lease)
         if not hold:
             return self._submit(lambda: self._core.seal(entries, epoch=epoch))
         return self._submit(
