@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
@@ -79,15 +80,14 @@ class Blocks:
 
     def pages(self, block_ids: tuple[list[int], ...], indices: Iterable[int]) -> list[BlockPages]:
         """Pages of blocks, 0 where there is none. block_ids: of the request, per KV group."""
-        per_block = [self.tokens // tokens for tokens in self.group_tokens]
-        return [
-            tuple(
-                (*ids[index * n : (index + 1) * n], *(0,) * n)[:n]
-                for ids, n in zip(block_ids, per_block, strict=True)
-            )
-            for index in indices
-        ]
+        indices, columns = list(indices), []
+        for ids, tokens in zip(block_ids, self.group_tokens, strict=True):
+            n = self.tokens // tokens
+            missing = ((max(indices, default=-1) + 1) * n) - len(ids)
+            ids = [*ids, *(0,) * missing] if missing > 0 else ids
+            columns.append([tuple(ids[index * n : (index + 1) * n]) for index in indices])
+        return list(zip(*columns, strict=True))
 
     def is_whole(self, block: BlockPages) -> bool:
         """Whether every group has all its pages of the block."""
-        return all(all(pages) for pages in block)
+        return 0 not in chain.from_iterable(block)

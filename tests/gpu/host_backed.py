@@ -57,7 +57,7 @@ def host_share(llm: Any) -> float:
     running = scheduler_of(llm).running
     tokens = sparse_worker(llm)._plan.block_tokens
     full = sum(request.num_computed_tokens // tokens for request in running)
-    pages = sum(len(tables.host_pages(request.request_id)) for request in running)
+    pages = sum(len(tables.pages_of(request.request_id)) for request in running)
     return pages / full if full else math.nan
 
 

@@ -171,14 +171,14 @@ def copy(module: ModuleType, device: str, to_host: bool, sizes: list[int]) -> No
         want[i, 16 : 16 + size] = source[-1 - i, :size]
     src, dst = (source, _host(device, target)) if to_host else (_host(device, source), target)
 
-    def on(values: list[int], dtype: Any) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+    def on(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
 
     n = range(len(sizes))
     module.copy_pieces(
-        on([src[-1 - i].data_ptr() for i in n], torch.int64),
-        on([dst[i, 16:].data_ptr() for i in n], torch.int64),
-        on(sizes, torch.int32),
+        on([src[-1 - i].data_ptr() for i in n]),
+        on([dst[i, 16:].data_ptr() for i in n]),
+        on(sizes),
     )
     if device != "cpu":
         torch.cuda.synchronize()

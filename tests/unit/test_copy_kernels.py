@@ -37,5 +37,5 @@ def test_bad_arguments_are_named() -> None:
         fetch_pages_reference.fetch_pages(torch.zeros(2, 72, dtype=torch.uint8), addresses[:1], 1)
     with pytest.raises(ValueError, match="n_blocks must be >= 1, got 0"):
         fetch_pages_reference.fetch_pages(staging, addresses[:1], 0)
-    with pytest.raises(ValueError, match=r"bytes must be torch.int32 \[3\]"):
-        copy_blocks_reference.copy_pieces(addresses, addresses, addresses)
+    with pytest.raises(ValueError, match=r"bytes must be torch.int64 \[3\]"):
+        copy_blocks_reference.copy_pieces(addresses, addresses, addresses.int())

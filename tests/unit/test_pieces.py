@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 
 from kvsieve_connector.copy import pieces
-from kvsieve_connector.copy.cuda import Run, pieces_of
+from kvsieve_connector.copy.cuda import Run, RunTable
 from kvsieve_connector.copy.pieces import KERNEL_BYTES, Pieces, by_dma, by_kernel, way_of
 
 
@@ -66,7 +66,7 @@ def test_every_run_of_every_page_in_the_cache_is_copied(data: st.DataObject, gro
         for i, page in enumerate(pages[run.group])
         if page
     ]
-    pieces = pieces_of(runs, [base for base, _ in blocks], [pages for _, pages in blocks])
+    pieces = RunTable(runs).pieces([base for base, _ in blocks], [pages for _, pages in blocks])
     assert sorted(_listed(pieces)) == sorted(expected)
 
 

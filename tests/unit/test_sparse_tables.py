@@ -34,7 +34,7 @@ def test_nothing_is_on_the_device_before_flush(tables: HostTables) -> None:
     assert [int(pages[i] > 0) for i in range(8)] == [1, 0, 0, 1, 0, 0, 0, 0]
     assert tables.requests.page_addr[pages[[0, 3]].long()].tolist() == [4096, 8192]
     assert tables.requests.hot_blocks[:, slot].tolist() == [[10, 11], [12, 13]]
-    assert tables.host_pages("a") == [(0, 4096), (3, 8192)]
+    assert [list(x) for x in tables.host_pages("a")] == [[0, 3], [4096, 8192]]
 
 
 def test_a_slot_and_pages_of_an_ended_request_come_back_clean(tables: HostTables) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -79,12 +80,13 @@ class CudaCopyEngine(CopyEngine):
     def __init__(self, layers: list[LayerPages], shard: int) -> None:
         super().__init__(layers, shard)
         self._device = layers[0].view.device
-        self._load_runs, self._save_runs = runs_of(layers), runs_of(self.written)
+        loaded, saved = runs_of(layers), runs_of(self.written)
+        self._load_runs, self._save_runs = RunTable(loaded), RunTable(saved)
         low, _ = torch.cuda.Stream.priority_range()
         self._save_stream = torch.cuda.Stream(self._device, priority=low)
         self._load_stream = torch.cuda.Stream(self._device, priority=low)
         self._arena: ArenaMap | None = None
-        self._load_way, self._save_way = _way(self._load_runs), _way(self._save_runs)
+        self._load_way, self._save_way = _way(loaded), _way(saved)
         self._pinnings = Pinnings(CudaRegistrar(self._device))
         self._pinning: Pinning | None = None
         self._saves: list[tuple[list[SaveOrder], _Batch]] = []
@@ -172,31 +174,40 @@ class CudaCopyEngine(CopyEngine):
             done.record()
         return _Batch(pieces.copied, begun, done)
 
-    def _pieces(self, runs: list[Run], blocks: list[tuple[int, BlockPages]]) -> Pieces:
+    def _pieces(self, runs: RunTable, blocks: list[tuple[int, BlockPages]]) -> Pieces:
         assert self._arena is not None
         bases = [self._arena.address(slot) for slot, _ in blocks]
-        return pieces_of(runs, bases, [pages for _, pages in blocks])
+        return runs.pieces(bases, [pages for _, pages in blocks])
 
 
-def pieces_of(runs: Sequence[Run], bases: Sequence[int], blocks: Sequence[BlockPages]) -> Pieces:
-    """Every run of every block, from the paged cache to the arena. bases: addresses of the blocks' slots.
+class RunTable:
+    """Runs in a form from which the pieces of many blocks are made at once."""
 
-    Page 0 is out of a sliding window: nobody reads it.
-    """
-    at = np.array(bases, np.int64).reshape(-1, 1)
-    pages = {
-        group: np.array([block[group] for block in blocks], np.int64).reshape(-1, count)
-        for group, count in {run.group: run.pages for run in runs}.items()
-    }
-    sources, targets, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for run in runs:
-        ids = pages[run.group]
+    def __init__(self, runs: Sequence[Run]) -> None:
+        pages = [
+            (run.start, run.stride, run.size, run.offset + i * run.size, run.group, i)
+            for run in runs
+            for i in range(run.pages)
+        ]
+        table = np.array(pages, np.int64).reshape(-1, 6)
+        self._starts, self._strides, self._sizes, self._offsets, self._groups, self._pages = table.T
+
+    def pieces(self, bases: Sequence[int], blocks: Sequence[BlockPages]) -> Pieces:
+        """Every run of every block, from the paged cache to the arena. bases: addresses of the blocks' slots.
+
+        Page 0 is out of a sliding window: nobody reads it.
+        """
+        if not blocks:
+            return Pieces(*np.empty((3, 0), np.int64))
+        counts = np.array([len(pages) for pages in blocks[0]], np.int64)
+        numbers = chain.from_iterable(chain.from_iterable(blocks))
+        ids = np.fromiter(numbers, np.int64, len(blocks) * counts.sum()).reshape(len(blocks), -1)
+        ids = ids[:, (counts.cumsum() - counts)[self._groups] + self._pages]
         there = ids != 0
-        into = at + (run.offset + run.size * np.arange(run.pages))
-        sources.append(run.start + ids[there] * run.stride)
-        targets.append(into[there])
-        sizes.append(np.full(len(sources[-1]), run.size))
-    return Pieces(np.concatenate(sources), np.concatenate(targets), np.concatenate(sizes))
+        sources = self._starts + ids * self._strides
+        targets = np.array(bases, np.int64).reshape(-1, 1) + self._offsets
+        sizes = np.broadcast_to(self._sizes, ids.shape)
+        return Pieces(sources[there], targets[there], sizes[there])
 
 
 def _way(runs: list[Run]) -> Way:

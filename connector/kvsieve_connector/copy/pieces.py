@@ -80,8 +80,5 @@ def by_kernel(pieces: Pieces, device: torch.device) -> None:
     """One launch for all."""
     from kvsieve_connector.kernels.copy_blocks import copy_pieces
 
-    copy_pieces(
-        upload(pieces.sources, torch.int64, device),
-        upload(pieces.targets, torch.int64, device),
-        upload(pieces.sizes, torch.int32, device),
-    )
+    table = np.stack([pieces.sources, pieces.targets, pieces.sizes])
+    copy_pieces(*upload(table, torch.int64, device))

@@ -10,11 +10,11 @@ __device__ __forceinline__ Vec load(const char* p) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-copy_blocks(const long long* __restrict__ src, const long long* __restrict__ dst, const int* __restrict__ bytes, int pieces) {
+copy_blocks(const long long* __restrict__ src, const long long* __restrict__ dst, const long long* __restrict__ bytes, int pieces) {
   for (int piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
     const char* from = (const char*)src[piece];
     char* to = (char*)dst[piece];
-    const int units = bytes[piece] / 16;
+    const int units = (int)(bytes[piece] / 16);
     for (int first = threadIdx.x; first < units; first += THREADS * UNROLL) {
       Vec data[UNROLL];
 #pragma unroll

@@ -6,7 +6,6 @@ implementation, builder and spec from them.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -85,6 +84,7 @@ class _HostBuilder:
         self.chunked_prefill_workspace = torch.empty(0, device=device)
         # FlashMLA's mixed batch is one kernel call for decode and prefill: they need different caches here.
         self.fp8_use_mixed_batch = False
+        self._has_drafter = bool(vllm_config.num_speculative_tokens)
         # A decode step that counted as a prefill would be captured into graphs as vLLM's own attention.
         found, wanted = self.reorder_batch_threshold, 1 + vllm_config.num_speculative_tokens
         if found != wanted:
@@ -108,12 +108,20 @@ class _HostBuilder:
 
     def _with_blocks(self, metadata: Any, common: Any) -> Any:
         """The metadata of another group of the same batch, for this one."""
-        return replace(
+        return _changed(
             metadata,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             req_id_per_token=self._build_req_id_per_token(common),  # type: ignore[attr-defined]
         )
+
+
+def _changed(one: Any, **fields: Any) -> Any:
+    """dataclasses.replace() without the constructor, which would take longer than all else in a step's
+    builds."""
+    other = object.__new__(type(one))
+    other.__dict__.update(one.__dict__, **fields)
+    return other
 
 
 def _is_same_batch(one: Any, other: Any) -> bool:
@@ -144,17 +152,20 @@ class HostFlashMLASparseBuilder(_HostBuilder, FlashMLASparseMetadataBuilder):
         if prefill is not None:
             tables = own.block_table[own.num_decodes :]
             chunks = [
-                replace(chunk, block_table=tables[first : first + len(chunk.block_table)])
+                _changed(chunk, block_table=tables[first : first + len(chunk.block_table)])
                 for chunk in prefill.chunks
                 for first in (chunk.req_start_idx,)
             ]
-            prefill = replace(prefill, chunks=chunks)
-        if decode is not None:
-            # The kernel fills this in at a group's first layer; graphs keep what was there at capture.
+            prefill = _changed(prefill, chunks=chunks)
+        if decode is not None and self._has_drafter:
+            # The kernel fills this in at the first layer that has it. A drafter's graphs keep what was there
+            # at their capture, and the model's may have gone on to use that memory otherwise.
             scheduler, _ = get_mla_metadata()
-            kernel = replace(decode.kernel_metadata, scheduler_metadata=scheduler)
-            decode = replace(decode, kernel_metadata=kernel)
-        return replace(own, fp8_extra_metadata=replace(fp8, prefill=prefill, decode=decode))
+            kernel = _changed(decode.kernel_metadata, scheduler_metadata=scheduler)
+            decode = _changed(decode, kernel_metadata=kernel)
+        if prefill is not fp8.prefill or decode is not fp8.decode:
+            own.fp8_extra_metadata = _changed(fp8, prefill=prefill, decode=decode)
+        return own
 
 
 class HostFlashMLASparseBackend(_HostBackend, FlashMLASparseBackend):

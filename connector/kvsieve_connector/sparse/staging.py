@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from kvsieve_connector.device import beside, upload
@@ -59,18 +60,18 @@ class Staging:
 
     def contexts(self, req_ids: Sequence[str]) -> StagedContexts | None:
         """Where the pages of these requests' contexts go; None when all are on the GPU."""
-        places = torch.full((len(req_ids), self._tables.sizes.blocks), -1, dtype=torch.int32)
-        addresses: list[int] = []
-        for row, req_id in enumerate(req_ids):
-            for index, address in self._tables.host_pages(req_id):
-                places[row, index] = len(addresses)
-                addresses.append(address)
-        if not addresses:
+        pages = [self._tables.host_pages(req_id) for req_id in req_ids]
+        count = sum(len(indices) for indices, _ in pages)
+        if not count:
             return None
-        if self._device.type == "cuda":
-            places = places.pin_memory()
+        places = np.full((len(req_ids), self._tables.sizes.blocks), -1, np.int32)
+        first = 0
+        for row, (indices, _) in enumerate(pages):
+            places[row, indices] = np.arange(first, first + len(indices))
+            first += len(indices)
+        addresses = np.concatenate([addresses for _, addresses in pages])
         return StagedContexts(
-            places.to(self._device, non_blocking=True), upload(addresses, torch.int64, self._device)
+            upload(places, torch.int32, self._device), upload(addresses, torch.int64, self._device)
         )
 
     def take(self, layer: int, contexts: StagedContexts) -> torch.Tensor:

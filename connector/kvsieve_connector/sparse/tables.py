@@ -9,11 +9,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvsieve_connector.device import upload
 from kvsieve_connector.kernels.tables import COUNTERS, RequestTables
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,7 @@ class HostTables:
         self._places: dict[str, _Place] = {}
         self._free_slots = list(range(sizes.slots - 1, -1, -1))
         self._free_pages = list(range(sizes.pages - 1, 0, -1))
-        self._addresses = [0] * sizes.pages
+        self._addresses = np.zeros(sizes.pages, np.int64)
         self._new: dict[int, Sequence[Sequence[int]]] = {}
         self._added: list[tuple[int, int, int, int]] = []
         self._rows: list[int] = []
@@ -110,10 +115,12 @@ class HostTables:
         place = self._places.get(req_id)
         return place.pages if place is not None else {}
 
-    def host_pages(self, req_id: str) -> list[tuple[int, int]]:
-        """(index in the request, host address of its slot) of the blocks that are read from the arena."""
-        place = self._places.get(req_id)
-        return [(index, self._addresses[page]) for index, page in place.pages.items()] if place else []
+    def host_pages(self, req_id: str) -> tuple[Numbers, Numbers]:
+        """The blocks that are read from the arena, int64 [n] each: index in the request, and host address of
+        the slot."""
+        pages = self.pages_of(req_id)
+        indices = np.fromiter(pages.keys(), np.int64, len(pages))
+        return indices, self._addresses[np.fromiter(pages.values(), np.int64, len(pages))]
 
     def begin(self, req_id: str, hot_blocks: Sequence[Sequence[int]]) -> None:
         """The request is host-backed from now on. hot_blocks: per main group, the ids of its hot blocks.
