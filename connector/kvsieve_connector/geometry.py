@@ -156,11 +156,17 @@ def worker_geometry(
 
 
 def pool_spec(
-    vllm_config: VllmConfig, geometry: WorkerGeometry, name: str | None, hash_seed: str
+    vllm_config: VllmConfig,
+    geometry: WorkerGeometry,
+    hash_seed: str,
+    *,
+    name: str | None = None,
+    model_id: str | None = None,
 ) -> PoolSpec:
     """The fingerprint of this engine's blocks.
 
-    hash_seed: seed of vLLM's hash chain. Raises ValueError for a hash whose keys are not 32 bytes.
+    hash_seed: seed of vLLM's hash chain. name: the pool's; None: the model's. model_id: what the weights are
+    known by; None: the path, and the files there. Raises ValueError for a hash whose keys are not 32 bytes.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if not cache.prefix_caching_hash_algo.startswith("sha256"):
@@ -169,23 +175,26 @@ def pool_spec(
             "must be 32 bytes and the same in every process; use --prefix-caching-hash-algo sha256_cbor"
         )
     dtype = cache.cache_dtype if cache.cache_dtype != "auto" else str(model.dtype).removeprefix("torch.")
-    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    planes = geometry.planes(vllm_config.parallel_config.tensor_parallel_size)
     return PoolSpec(
-        name=name or model.model,
-        model=f"{model.model} {model_digest(vllm_config)}",
+        name=name or model_id or model.model,
+        model=f"{model_id or model.model} {model_digest(vllm_config, with_files=model_id is None)}",
         dtype=dtype,
         block_tokens=geometry.block_tokens,
         hash_algo=cache.prefix_caching_hash_algo,
         hash_seed=hash_seed,
         layout=geometry.layout,
-        tp_size=tp_size,
-        planes=geometry.planes(tp_size),
+        tp_size=max(
+            plane.shards for plane in planes
+        ),  # blocks that each rank has whole are like those of one
+        planes=planes,
     )
 
 
-def model_digest(vllm_config: VllmConfig) -> str:
+def model_digest(vllm_config: VllmConfig, with_files: bool) -> str:
     """16 hex digits over what else decides the values in the cache: the model's configuration with overrides,
-    its dtype and quantization, its revision, and of a local model its files' names, sizes and times."""
+    its dtype and quantization, its revision, and, if wanted, of a local model its files' names, sizes and
+    times."""
     model = vllm_config.model_config
     config = model.hf_config.to_dict()
     for name in ("_name_or_path", "transformers_version"):
@@ -199,7 +208,7 @@ def model_digest(vllm_config: VllmConfig) -> str:
         "seed": model.seed if "dummy" in str(vllm_config.load_config.load_format) else None,
     }
     folder = Path(model.model)
-    if folder.is_dir():
+    if with_files and folder.is_dir():
         weights = (path for path in sorted(folder.iterdir()) if path.suffix in WEIGHT_FILES)
         parts["files"] = [(path.name, (s := path.stat()).st_size, s.st_mtime_ns) for path in weights]
     text = json.dumps(parts, sort_keys=True, default=str)

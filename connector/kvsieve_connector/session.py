@@ -48,7 +48,13 @@ class Session:
                 raise ValueError(f"kvsieve: rank {rank} has another cache geometry than rank 0")
         cache = self._config.cache_config
         hash_fn = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
-        spec = pool_spec(self._config, first, self._settings.pool, resolve_none_hash_seed(hash_fn))
+        spec = pool_spec(
+            self._config,
+            first,
+            resolve_none_hash_seed(hash_fn),
+            name=self._settings.pool,
+            model_id=self._settings.model_id,
+        )
         transfer = self._config.kv_transfer_config
         assert transfer is not None
         credits = self._credits(first.block_tokens)

@@ -33,6 +33,10 @@ class ConnectorSettings(BaseModel):
     pool: str | None = Field(default=None, min_length=1, max_length=256)
     """Name of the pool. Default: the model, as given to vLLM."""
 
+    model_id: str | None = Field(default=None, min_length=1, max_length=256)
+    """What the model's weights are known by, for hosts on which its path or files' times differ. Default: the
+    path, and its files' names, sizes and times."""
+
     connect_timeout_ms: int = Field(default=2_000, ge=0, le=60_000)
     """How long the engine's start waits for the store. Past it, serving starts without."""
 

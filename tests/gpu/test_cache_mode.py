@@ -38,7 +38,7 @@ def arena_ready(llm: Any, timeout: float = 60.0) -> None:
 def test_a_second_engine_loads_what_the_first_saved(
     model: str, args: dict[str, Any], gpu_engine: Engine, store: StoreProcess, request: Any
 ) -> None:
-    """Both engines are configured alike: one without a connector is compiled apart, and may round otherwise."""
+    """Both engines are configured alike: one without a connector is compiled apart and may round so."""
     path: Path = request.getfixturevalue(model)
     with gpu_engine(path, store.endpoint, disable_log_stats=False, **args) as llm:
         arena_ready(llm)
