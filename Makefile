@@ -9,6 +9,8 @@ STUBS := .cache/stubs
 UV_INSTALL := $(BIN)/uv pip install -q --python $(BIN)/python
 # The CPU build of torch: from a folder of wheels if one is named, else from where uv knows it to be.
 TORCH_CPU := $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)",--torch-backend=cpu)
+# A file's tests on one process. Engines of the tests have one thread each, and much of a test is waiting.
+PYTEST := $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile
 GENERATE := $(BIN)/uv run -q --isolated --no-project --python $(BIN)/python \
 	--with grpcio-tools==1.76.0 --with 'setuptools<81' bash proto/generate.sh
 
@@ -27,10 +29,10 @@ pd: $(VENV)/.engine ## Prefill and decode on two engines and two stores, with th
 	@$(BIN)/python -m kvsieve_pd.local $(ARGS)
 
 test-pd: $(VENV)/.engine ## Run the tests of prefill/decode disaggregation: two hosts, faults. As root; a few minutes.
-	@$(BIN)/python -m pytest -q tests/pd tests/proxy tests/two_hosts $(ARGS)
+	@$(PYTEST) tests/pd tests/proxy tests/two_hosts $(ARGS)
 
 test: $(VENV)/.engine ## Run the whole test suite.
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 lint: $(VENV)/.dev ## Check style, types, the import rule and the generated code.
 	$(BIN)/ruff check

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).parent.parent
 MODEL_CACHE = Path(os.environ.get("KVSIEVE_TEST_MODELS") or ROOT / ".cache" / "models")
@@ -144,6 +145,12 @@ def store(start_store: Callable[..., StoreProcess]) -> StoreProcess:
 
 def model(name: str) -> Path:
     """Folder of one of deploy/cpu/make_models.py's models; a process of its own makes it the first time."""
+    MODEL_CACHE.mkdir(parents=True, exist_ok=True)
+    with FileLock(MODEL_CACHE / f"{name}.lock"):
+        return _made(name)
+
+
+def _made(name: str) -> Path:
     command = [sys.executable, str(ROOT / "deploy/cpu/make_models.py"), str(MODEL_CACHE), name]
     made = subprocess.run(command, capture_output=True, text=True)
     if made.returncode != 0:
