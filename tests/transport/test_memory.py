@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -33,16 +35,27 @@ def test_a_range_is_inside_a_buffer_or_refused(asked: list[tuple[int, int]]) -> 
     place = memory()
     offsets, lengths = (np.array(column, np.uint64) for column in zip(*asked, strict=True))
     if not all(inside(*each) for each in asked):
-        for call in (place.slices, place.addresses):
+        for call in (place.slices, place.addresses, place.pieces):
             with pytest.raises(InvalidRequestError, match="range"):
                 call(offsets, lengths)
         return
     flat = b"".join(bytes(view) for view in place.views)
     views = place.slices(offsets, lengths)
     assert [bytes(view) for view in views] == [flat[o : o + n] for o, n in asked]
-    assert [np.frombuffer(view, np.uint8).ctypes.data for view in views] == place.addresses(
-        offsets, lengths
-    ).tolist()
+    starts = [np.frombuffer(view, np.uint8).ctypes.data for view in views]
+    assert starts == place.addresses(offsets, lengths).tolist()
+    # Pieces are the same bytes, with no two of them end to end in one buffer.
+    pieces = [tuple(each) for each in place.pieces(offsets, lengths).tolist()]
+    assert [at + i for at, n in pieces for i in range(n)] == [
+        at + i for at, view in zip(starts, views, strict=True) for i in range(len(view))
+    ]
+    inner = {base + size for base, size in zip(place.bases.tolist(), SIZES, strict=True)}
+    assert all(a + n != b or b in inner for (a, n), (b, _) in pairwise(pieces))
+
+
+def test_no_ranges_are_no_pieces() -> None:
+    nothing = np.zeros(0, np.uint64)
+    assert memory().pieces(nothing, nothing).shape == (0, 2)
 
 
 @given(st.lists(st.tuples(near, near, near), min_size=1, max_size=5))

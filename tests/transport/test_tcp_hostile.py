@@ -211,6 +211,42 @@ class TestHostileListener:
             link.locate(bytes(16), np.ones((1, 3), np.uint64), soon())
 
 
+@pytest.mark.parametrize("reply", [b"", Head(Kind.READ, Status.OK, 1, 8).pack() + b"1234567"])
+def test_a_listener_that_falls_silent_is_given_up_long_before_the_deadline(
+    reply: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "QUIET_SECONDS", 0.2)
+    server = socket.create_server(("127.0.0.1", 0))
+    with TcpLink(TcpAddress("127.0.0.1", server.getsockname()[1]), private(8)[0], soon()) as link:
+        peer, _ = server.accept()
+        peer.sendall(reply)
+        with pytest.raises(LinkError, match="nothing for"):
+            link.read(bytes(16), np.array([[0, 0, 8]], np.uint64), np.zeros(1, np.uint64), soon())
+    peer.close()
+    server.close()
+
+
+def test_a_listener_that_sends_a_byte_now_and_then_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "QUIET_SECONDS", 1.0)
+    server = socket.create_server(("127.0.0.1", 0))
+    memory, buffer = private(8)
+    with TcpLink(TcpAddress("127.0.0.1", server.getsockname()[1]), memory, soon()) as link:
+        peer, _ = server.accept()
+
+        def trickle() -> None:
+            for byte in Head(Kind.READ, Status.OK, 1, 8).pack() + b"12345678":
+                peer.sendall(bytes([byte]))
+                time.sleep(0.05)
+
+        sender = threading.Thread(target=trickle)
+        sender.start()
+        link.read(bytes(16), np.array([[0, 0, 8]], np.uint64), np.zeros(1, np.uint64), soon())
+        sender.join()
+    assert buffer.tobytes() == b"12345678"
+    peer.close()
+    server.close()
+
+
 def test_nobody_listens(unused_port: int) -> None:
     with pytest.raises(LinkError, match="can't connect"):
         TcpLink(TcpAddress("127.0.0.1", unused_port), private(8)[0], soon())

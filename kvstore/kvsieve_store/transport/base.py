@@ -18,6 +18,11 @@ CHUNK_BYTES = 16 << 20
 """Bytes asked for by one request. With two on their way the link hardly ever waits for the next one."""
 
 
+QUIET_SECONDS = 2.5
+"""A peer that sends no byte of an answer for so long is given up: the wire is cut, or the peer hangs. What is
+slow is never silent for that long, and what loses packets only if it loses the same one four times."""
+
+
 class Link(ABC):
     """A connection to one peer. One thread reads at a time; close() may come from any.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -55,6 +55,16 @@ class Memory:
         found: U64Array = self.bases[buffer] + at
         return found
 
+    def pieces(self, offsets: ArrayLike, lengths: ArrayLike) -> U64Array:
+        """[n, 2] uint64: address in this process and length of the ranges, in order; what lies end to end is
+        one. A vectored system call takes it as it is. Raises as locate()."""
+        buffer, at, n = self.locate(offsets, lengths)
+        starts = self.bases[buffer] + at
+        first = np.ones(len(n), np.bool_)
+        first[1:] = (buffer[1:] != buffer[:-1]) | (starts[1:] != (starts + n)[:-1])
+        firsts = np.flatnonzero(first)
+        return np.stack([starts[firsts], np.add.reduceat(n, firsts)], axis=1)
+
     def slices(self, offsets: ArrayLike, lengths: ArrayLike) -> list[memoryview]:
         """A view of each range. Raises as locate()."""
         buffer, at, n = self.locate(offsets, lengths)
@@ -68,8 +78,3 @@ class Memory:
         for view in self.views:
             view.release()
         self.views = []
-
-
-def total(views: Iterable[memoryview]) -> int:
-    """Bytes of all views."""
-    return sum(map(len, views))

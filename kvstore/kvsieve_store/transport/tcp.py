@@ -20,9 +20,9 @@ import numpy as np
 from kvsieve_store.addresses import TcpAddress
 from kvsieve_store.errors import InvalidRequestError, KVSieveError, LinkError
 from kvsieve_store.transport import sockets, wire
-from kvsieve_store.transport.base import Link, chunks, seconds_left
+from kvsieve_store.transport.base import QUIET_SECONDS, Link, chunks, seconds_left
 from kvsieve_store.transport.exports import Exports
-from kvsieve_store.transport.memory import Memory, U64Array, total
+from kvsieve_store.transport.memory import Memory, U64Array
 from kvsieve_store.transport.wire import HEAD_BYTES, Head, Kind, Request, Status
 
 _log = logging.getLogger(__name__)
@@ -130,31 +130,34 @@ class TcpListener:
         is of no more use: what follows a broken frame has no meaning."""
         raw = bytearray(HEAD_BYTES)
         try:
-            sockets.receive(sock, [memoryview(raw)], time.monotonic() + idle)
+            sockets.receive(sock, sockets.piece(raw), time.monotonic() + idle)
         except LinkError:
             return False
         head = Head.of(raw)
         wire.check_request_size(head)
-        body = bytearray(head.size)
-        sockets.receive(sock, [memoryview(body)], time.monotonic() + FRAME_SECONDS)
+        asked = bytearray(head.size)
+        sockets.receive(sock, sockets.piece(asked), time.monotonic() + FRAME_SECONDS)
         try:
-            request = Request.of(head, memoryview(body))
+            request = Request.of(head, memoryview(asked))
             with self._exports.reading(request.token) as export:
                 text, offsets, lengths = export.answer(request)
-                views = self._exports.memory.slices(offsets, lengths) if len(offsets) else [memoryview(text)]
-                self._reply(sock, Head(head.kind, Status.OK, head.id, total(views)), views)
+                memory = self._exports.memory
+                body = memory.pieces(offsets, lengths) if len(offsets) else sockets.piece(text)
+                self._reply(sock, head, Status.OK, body)
         except LinkError:
             raise
         except KVSieveError as error:
             reply, text = wire.refusal(head, error)
-            self._reply(sock, reply, [memoryview(text)])
+            self._reply(sock, head, reply.status, sockets.piece(text))
         return True
 
-    def _reply(self, sock: socket.socket, head: Head, views: list[memoryview]) -> None:
+    def _reply(self, sock: socket.socket, head: Head, status: Status, body: U64Array) -> None:
+        """body: pieces."""
         deadline = time.monotonic() + self._send_seconds
-        sockets.send(sock, [memoryview(head.pack()), *views[: sockets.IOV_MAX - 1]], deadline)
-        if views[sockets.IOV_MAX - 1 :]:
-            sockets.send(sock, views[sockets.IOV_MAX - 1 :], deadline)
+        size = int(body[:, 1].sum())
+        raw = Head(head.kind, status, head.id, size).pack()
+        sockets.send(sock, sockets.piece(raw), deadline, more=size > 0)
+        sockets.send(sock, body, deadline)
 
 
 class TcpLink(Link):
@@ -169,7 +172,8 @@ class TcpLink(Link):
         self._closed = False
         self._last_id = 0
         try:
-            self._socket = socket.create_connection((address.host, address.port), seconds_left(deadline))
+            patience = min(seconds_left(deadline), QUIET_SECONDS)
+            self._socket = socket.create_connection((address.host, address.port), patience)
         except OSError as error:
             raise LinkError(f"can't connect to the peer at {address.host_port}: {error}") from None
         sockets.prepare(self._socket)
@@ -217,8 +221,8 @@ class TcpLink(Link):
 
     def _ask(self, kind: Kind, token: bytes, ranges: U64Array, size: int, deadline: float) -> bytes:
         with self._exclusive(deadline):
-            sent, request = self._frame(kind, token, ranges)
-            sockets.send(self._socket, [memoryview(sent.pack()), memoryview(request)], deadline)
+            sent, frame = self._frame(kind, token, ranges)
+            sockets.send(self._socket, sockets.piece(frame), deadline)
             head = self._receive_head(sent, deadline)
             if head.size != size:
                 raise LinkError(f"the peer answers with {head.size} bytes, {size} asked for")
@@ -227,29 +231,26 @@ class TcpLink(Link):
     def _read(self, token: bytes, work: Chunks, deadline: float) -> None:
         """Requests go ahead of the replies, as many as a socket's buffer surely has room for: the peer is
         never without one, and between two replies there is nothing to do here."""
-        pending: deque[tuple[Head, list[memoryview]]] = deque()
+        pending: deque[tuple[Head, int, U64Array]] = deque()
         ahead = 0
         refused: KVSieveError | None = None
         while True:
-            if refused is None and ahead < _AHEAD_BYTES // 2:
-                frames = []
-                for ranges, into in work:
-                    head, body = self._frame(Kind.READ, token, ranges)
-                    pending.append((head, self.memory.slices(into, ranges[:, 2])))
-                    frames += [memoryview(head.pack()), memoryview(body)]
-                    ahead += head.size
-                    if ahead > _AHEAD_BYTES:
-                        break
-                sockets.send(self._socket, frames, deadline)
+            while refused is None and ahead < _AHEAD_BYTES and (part := next(work, None)):
+                ranges, into = part
+                head, frame = self._frame(Kind.READ, token, ranges)
+                sockets.send(self._socket, sockets.piece(frame), deadline)
+                lengths = ranges[:, 2]
+                pending.append((head, int(lengths.sum()), self.memory.pieces(into, lengths)))
+                ahead += head.size
             if not pending:
                 break
-            sent, views = pending.popleft()
+            sent, size, pieces = pending.popleft()
             ahead -= sent.size
             try:
                 reply = self._receive_head(sent, deadline)
-                if reply.size != (size := total(views)):
+                if reply.size != size:
                     raise LinkError(f"the peer answers with {reply.size} bytes, {size} asked for")
-                sockets.receive(self._socket, views, deadline)
+                sockets.receive(self._socket, pieces, deadline, QUIET_SECONDS)
             except LinkError:
                 raise
             except KVSieveError as error:
@@ -258,14 +259,16 @@ class TcpLink(Link):
             raise refused
 
     def _frame(self, kind: Kind, token: bytes, ranges: U64Array) -> tuple[Head, bytes]:
+        """A request: its head, and all of it."""
         body = Request(kind, token, ranges).body()
         self._last_id += 1
-        return Head(kind, Status.OK, self._last_id, len(body)), body
+        head = Head(kind, Status.OK, self._last_id, len(body))
+        return head, head.pack() + body
 
     def _receive_head(self, sent: Head, deadline: float) -> Head:
         """The head of the reply to `sent`. Raises what a refusal stands for."""
         raw = bytearray(HEAD_BYTES)
-        sockets.receive(self._socket, [memoryview(raw)], deadline)
+        sockets.receive(self._socket, sockets.piece(raw), deadline, QUIET_SECONDS)
         try:
             head = Head.of(raw)
         except InvalidRequestError as error:
@@ -282,5 +285,5 @@ class TcpLink(Link):
 
     def _receive_body(self, head: Head, deadline: float) -> bytes:
         body = bytearray(head.size)
-        sockets.receive(self._socket, [memoryview(body)], deadline)
+        sockets.receive(self._socket, sockets.piece(body), deadline, QUIET_SECONDS)
         return bytes(body)
