@@ -32,6 +32,9 @@ logger = init_logger("vllm.kvsieve")
 MAX_PULLS = 64
 """Under way at a time; more wait for their turn."""
 
+OPTIONAL_SECONDS = 5.0
+"""For a pull of what is no loss."""
+
 RETRY_SECONDS = 0.1
 """Until a pull is tried again that the store had no room for."""
 
@@ -172,8 +175,9 @@ class Arrivals:
         if wait_ms is None:
             wait_ms = settings.handoff_wait_ms
         wait = 0.0 if part.optional else min(wait_ms, settings.handoff_timeout_ms) / 1000
+        seconds = min(left, OPTIONAL_SECONDS) if part.optional else left
         arrival.pull = client.pull_async(
-            arrival.source.store, part.keys, parent=part.parent, seconds=left, wait_seconds=wait
+            arrival.source.store, part.keys, parent=part.parent, seconds=seconds, wait_seconds=wait
         )
         self._running += 1
 

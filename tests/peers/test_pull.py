@@ -107,10 +107,11 @@ def test_the_target_is_killed_in_the_middle(pair: Pair) -> None:
         assert call.exception() is not None or call.result().present == COUNT
         target.store.start()
         target.client.wait_attached(WAIT)
-    # The source goes on. What it had leased for the dead one comes back when its offer runs out.
+    # The source goes on. What it had leased for the dead one comes back, since nobody renews its offers.
     assert target.pull(source.store.endpoint, keys).present == COUNT
     assert target.holds(keys) == COUNT
     assert source.holds(keys) == COUNT
+    source.settled()
 
 
 def test_the_source_is_stopped(pair: Pair) -> None:
@@ -345,6 +346,26 @@ class TestOnce:
         assert (offer.blocks, offer.digests) == (3, b"")
         source.settled()
         source.peer.Withdraw(pb.WithdrawRequest(token=offer.token))
+
+    def test_an_offer_that_is_renewed_lasts(self, pair: Pair) -> None:
+        source, _ = pair
+        keys = source.save(3)
+        request = pb.OfferRequest(pool_id=SPEC.pool_id(), keys=b"".join(keys), lease_ms=2_000)
+        kept, left = source.peer.Offer(request), source.peer.Offer(request)
+        while source.metric("kvsieve_peer_offers") > 1:
+            source.peer.Renew(pb.RenewRequest(token=kept.token, lease_ms=60_000))
+            time.sleep(0.05)
+        source.peer.Renew(pb.RenewRequest(token=kept.token, lease_ms=1))
+        source.settled()
+        for token, lease_ms, code, text in [
+            (left.token, 1000, "NOT_FOUND", "run out"),
+            (bytes(16), 1000, "NOT_FOUND", "token"),
+            (kept.token, 0, "INVALID_ARGUMENT", "lease_ms"),
+            (kept.token, 600_001, "INVALID_ARGUMENT", "lease_ms"),
+        ]:
+            with pytest.raises(grpc.RpcError) as caught:
+                source.peer.Renew(pb.RenewRequest(token=token, lease_ms=lease_ms))
+            assert (caught.value.code().name, text in caught.value.details()) == (code, True)
 
     @pytest.mark.parametrize(
         ("fields", "code", "text"),

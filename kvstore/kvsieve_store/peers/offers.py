@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 
 from kvsieve.v1 import peer_pb2 as pb
-from kvsieve_store.errors import InvalidRequestError, UnavailableError
+from kvsieve_store.errors import InvalidRequestError, NotFoundError, UnavailableError
 from kvsieve_store.peers.holds import Holds
 from kvsieve_store.peers.plane import DataPlane
 from kvsieve_store.peers.waits import SealWaits
@@ -50,8 +51,7 @@ class Offers:
         plane, core = self._plane, self._core
         if plane.description is None:
             raise UnavailableError("peer_listen: not set; this store serves no peers")
-        if not 1 <= request.lease_ms <= MAX_LEASE_MS:
-            raise InvalidRequestError(f"lease_ms: {request.lease_ms} given, 1 to {MAX_LEASE_MS} allowed")
+        _check_lease(request.lease_ms)
         if request.wait_ms > MAX_WAIT_MS:
             raise InvalidRequestError(f"wait_ms: {request.wait_ms} given, 0 to {MAX_WAIT_MS} allowed")
         spec = core.state.spec_of(request.pool_id)
@@ -70,7 +70,7 @@ class Offers:
             core.end_inner_session(session)
             raise
         offered = request.keys[: len(offsets) * KEY_BYTES]
-        self._offers[token] = _Offer(session, core.now() + request.lease_ms / 1000, offered)
+        offer = self._offers[token] = _Offer(session, math.inf, offered)
         self.blocks += len(offsets)
         digests = b""
         try:
@@ -85,6 +85,7 @@ class Offers:
         except BaseException:
             self.withdraw(token)
             raise
+        offer.ends = core.now() + request.lease_ms / 1000
         return pb.OfferResponse(
             blocks=len(offsets),
             token=token,
@@ -102,6 +103,14 @@ class Offers:
                 await asyncio.wait_for(sealed.wait(), request.wait_ms / 1000)
         finally:
             self.waits.end(wait)
+
+    def renew(self, token: bytes, lease_ms: int) -> None:
+        """The offer lasts so much longer from now on. Raises what kvsieve.v1.Peer.Renew says."""
+        _check_lease(lease_ms)
+        offer = self._offers.get(token)
+        if offer is None:
+            raise NotFoundError("token: no such offer; it has run out, or was withdrawn")
+        offer.ends = self._core.now() + lease_ms / 1000
 
     def withdraw(self, token: bytes, taken: int = 0) -> None:
         """Takes an offer back; the lease goes once nobody reads any more. Does nothing when it is gone.
@@ -128,3 +137,8 @@ class Offers:
             if now >= offer.ends:
                 _log.info("an offer ran out before it was withdrawn")
                 self.withdraw(token)
+
+
+def _check_lease(lease_ms: int) -> None:
+    if not 1 <= lease_ms <= MAX_LEASE_MS:
+        raise InvalidRequestError(f"lease_ms: {lease_ms} given, 1 to {MAX_LEASE_MS} allowed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
@@ -17,7 +18,14 @@ from kvsieve.v1 import peer_pb2_grpc
 from kvsieve_store.addresses import TcpAddress, UnixAddress, parse_address
 from kvsieve_store.client.backoff import Backoff
 from kvsieve_store.client.channel import CHANNEL_OPTIONS, call_error
-from kvsieve_store.errors import CapacityError, InvalidRequestError, KVSieveError, LinkError, UnavailableError
+from kvsieve_store.errors import (
+    CapacityError,
+    InvalidRequestError,
+    KVSieveError,
+    LinkError,
+    NotFoundError,
+    UnavailableError,
+)
 from kvsieve_store.peers.links import PeerLinks
 from kvsieve_store.peers.plan import PullPlan
 from kvsieve_store.peers.plane import DIGEST_BYTES, DataPlane
@@ -40,7 +48,13 @@ READ_SECONDS = 15.0
 WITHDRAW_SECONDS = 2.0
 """To tell the peer that it may have its blocks back; it takes them back by itself after OFFER_MS."""
 
-OFFER_MS = 120_000
+OFFER_MS = 15_000
+"""Of an offer unless it is renewed: for so long a peer that is gone keeps blocks in another store."""
+
+RENEW_SECONDS = 4.0
+
+HERE_MS = 120_000
+"""Lease of what the pull has brought, or found here; it ends with the pull."""
 
 WAIT_SLICE_SECONDS = 10.0
 """A wait for blocks at the other store is asked for again so often."""
@@ -54,10 +68,14 @@ MAX_SOURCE = 256
 MAX_TIMEOUT_MS = 600_000
 
 _PEER_OPTIONS = (
-    *CHANNEL_OPTIONS,
+    *(each for each in CHANNEL_OPTIONS if not each[0].startswith("grpc.keepalive")),
     # A store that comes back is reached within about a second; gRPC's own limit is two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # The time to connect, too. A wire that is cut, or a store that hangs, is noticed as soon as in a read.
+    ("grpc.min_reconnect_backoff_ms", 2_500),
+    ("grpc.keepalive_time_ms", 1_000),
+    ("grpc.keepalive_timeout_ms", 1_500),
 )
 
 _NO_KEY = bytes(KEY_BYTES)
@@ -193,6 +211,7 @@ class _Pull:
         self._keys = keys
         self._parents = [request.parent or _NO_KEY, *keys]
         self._offer = pb.OfferResponse()
+        self._renewing: asyncio.Task[None] | None = None
         self._offering: asyncio.Future[pb.OfferResponse] | None = None
         self._offering_waits = False
         self._first = 0
@@ -203,6 +222,7 @@ class _Pull:
         self.plan = PullPlan(len(keys), batch=batch, attempts=1 if is_fetch else ATTEMPTS)
         self.error: KVSieveError | None = None
         self._moved_at = 0.0
+        self._failing_since: float | None = None
         self.moved = asyncio.Event()
         """Set, and another one made, when blocks have come or the pull is over."""
 
@@ -239,12 +259,13 @@ class _Pull:
         core, plan = self._core, self.plan
         missing = b"".join(self._keys[plan.present :])
         if core.state.has(self._pool_id, missing[:KEY_BYTES]):
-            here = core.state.match(self._inner.session_id, missing, OFFER_MS, core.now())
+            here = core.state.match(self._inner.session_id, missing, HERE_MS, core.now())
             plan.found(len(here.slots))
             self._move()
 
     def _move(self) -> None:
         self._moved_at = asyncio.get_running_loop().time()
+        self._failing_since = None
         moved, self.moved = self.moved, asyncio.Event()
         moved.set()
 
@@ -273,10 +294,22 @@ class _Pull:
         self.error = error
         self.plan.broke(str(error))
         _log.info("pull from %s: %s", self.source, error)
+        if self._failing_since is None:
+            self._failing_since = asyncio.get_running_loop().time()
         await self._leave()
         self._open_channel()
         if self.plan.step != "done":
-            await asyncio.sleep(self._backoff.wait())
+            await asyncio.sleep(min(self._backoff.wait(), self._patience()))
+            if not self._patience():
+                self.plan.stop(str(error))
+
+    def _patience(self) -> float:
+        """Seconds that a peer which fails is tried for from now on: who waits for blocks waits for the peer
+        no longer than for a block."""
+        if self._failing_since is None or not self._wait_seconds:
+            return math.inf
+        loop = asyncio.get_running_loop()
+        return max(self._failing_since + self._wait_seconds - loop.time(), 0.0)
 
     async def _ask(self) -> None:
         await self._withdraw()
@@ -295,7 +328,8 @@ class _Pull:
             digests=True,
             wait_ms=int(wait * 1000),
         )
-        call = self._call("Offer", self._stub.Offer(request, timeout=READ_SECONDS + wait))
+        patience = min(READ_SECONDS + wait, self._patience())
+        call = self._call("Offer", self._stub.Offer(request, timeout=patience))
         self._offering = asyncio.ensure_future(call)
         self._offering_waits = wait > 0
         offer = self._offer = await asyncio.shield(self._offering)
@@ -313,6 +347,7 @@ class _Pull:
                     f"of digests; {slot_bytes} bytes a block expected"
                 )
             self._description = Description.of(offer.description)
+            self._renewing = asyncio.ensure_future(self._renew(offer.token))
         self.plan.offered(offer.blocks, more_may_come=left > 0)
         if not offer.blocks and left > 0:
             self._puller.waits += 1
@@ -335,9 +370,12 @@ class _Pull:
             ranges[:, 2] = size
             into = self._inner.layout.slot_addresses(grant.slots)
             assert self._description is not None
-            await self._links.read(
-                self.source, self._description, self._offer.token, ranges, into, READ_SECONDS
-            )
+            try:
+                await self._links.read(
+                    self.source, self._description, self._offer.token, ranges, into, READ_SECONDS
+                )
+            except NotFoundError as error:  # it was not renewed in time: another one is asked for
+                raise LinkError(str(error)) from None
             wanted = self._offer.digests[at * DIGEST_BYTES : (at + count) * DIGEST_BYTES]
             good = await self._puller.in_thread(_sound, self._plane, into, size, wanted)
         except BaseException:
@@ -362,7 +400,7 @@ class _Pull:
                 b"".join(self._parents[first : first + good]),
                 grant.slots[:good],
                 grant.generations[:good],
-                OFFER_MS,
+                HERE_MS,
                 self._lease_id,
             )
             self._lease_id = sealed.lease_id or self._lease_id
@@ -379,8 +417,19 @@ class _Pull:
         with suppress(KVSieveError, asyncio.CancelledError):
             self._offer = await offering
 
+    async def _renew(self, token: bytes) -> None:
+        """Until it is cancelled."""
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            with suppress(KVSieveError):  # the next read will tell
+                request = pb.RenewRequest(token=token, lease_ms=OFFER_MS)
+                await self._call("Renew", self._stub.Renew(request, timeout=RENEW_SECONDS))
+
     async def _withdraw(self) -> None:
         offer, self._offer = self._offer, pb.OfferResponse()
+        if self._renewing is not None:
+            self._renewing.cancel()
+            self._renewing = None
         if offer.token:
             with suppress(KVSieveError):  # it runs out by itself
                 taken = 0 if self._is_fetch else min(self.plan.present - self._first, offer.blocks)

@@ -24,6 +24,10 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def Offer(self, request: pb.OfferRequest, context: Context) -> pb.OfferResponse:
         return await self._peers.offers.offer(request, context.peer())
 
+    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
+        self._peers.offers.renew(request.token, request.lease_ms)
+        return pb.RenewResponse()
+
     async def Withdraw(self, request: pb.WithdrawRequest, context: Context) -> pb.WithdrawResponse:
         if self._core.peers is not None:  # also while the store drains: it waits for the leases
             self._core.peers.offers.withdraw(request.token, request.taken)

@@ -32,6 +32,18 @@ class OfferResponse(_message.Message):
     digests: bytes
     def __init__(self, blocks: _Optional[int] = ..., token: _Optional[bytes] = ..., slot_bytes: _Optional[int] = ..., description: _Optional[bytes] = ..., digests: _Optional[bytes] = ...) -> None: ...
 
+class RenewRequest(_message.Message):
+    __slots__ = ("token", "lease_ms")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    token: bytes
+    lease_ms: int
+    def __init__(self, token: _Optional[bytes] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+
+class RenewResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class WithdrawRequest(_message.Message):
     __slots__ = ("token", "taken")
     TOKEN_FIELD_NUMBER: _ClassVar[int]

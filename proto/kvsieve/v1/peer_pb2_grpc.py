@@ -39,6 +39,11 @@ class PeerStub(object):
                 request_serializer=kvsieve_dot_v1_dot_peer__pb2.OfferRequest.SerializeToString,
                 response_deserializer=kvsieve_dot_v1_dot_peer__pb2.OfferResponse.FromString,
                 _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/kvsieve.v1.Peer/Renew',
+                request_serializer=kvsieve_dot_v1_dot_peer__pb2.RenewRequest.SerializeToString,
+                response_deserializer=kvsieve_dot_v1_dot_peer__pb2.RenewResponse.FromString,
+                _registered_method=True)
         self.Withdraw = channel.unary_unary(
                 '/kvsieve.v1.Peer/Withdraw',
                 request_serializer=kvsieve_dot_v1_dot_peer__pb2.WithdrawRequest.SerializeToString,
@@ -63,6 +68,14 @@ class PeerServicer(object):
         """Leases blocks for another store, and lets it read them until the offer is withdrawn or runs out.
         Errors: INVALID_ARGUMENT (a field), NOT_FOUND (no such pool), RESOURCE_EXHAUSTED (too many offers or
         sessions), UNAVAILABLE (the store serves no peers, prefaults or drains).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Renew(self, request, context):
+        """Lets an offer last longer. A peer that is gone does not ask, and its offers run out soon.
+        Errors: INVALID_ARGUMENT (lease_ms), NOT_FOUND (the offer is over).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,6 +117,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Offer,
                     request_deserializer=kvsieve_dot_v1_dot_peer__pb2.OfferRequest.FromString,
                     response_serializer=kvsieve_dot_v1_dot_peer__pb2.OfferResponse.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=kvsieve_dot_v1_dot_peer__pb2.RenewRequest.FromString,
+                    response_serializer=kvsieve_dot_v1_dot_peer__pb2.RenewResponse.SerializeToString,
             ),
             'Withdraw': grpc.unary_unary_rpc_method_handler(
                     servicer.Withdraw,
@@ -148,6 +166,33 @@ class Peer(object):
             '/kvsieve.v1.Peer/Offer',
             kvsieve_dot_v1_dot_peer__pb2.OfferRequest.SerializeToString,
             kvsieve_dot_v1_dot_peer__pb2.OfferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsieve.v1.Peer/Renew',
+            kvsieve_dot_v1_dot_peer__pb2.RenewRequest.SerializeToString,
+            kvsieve_dot_v1_dot_peer__pb2.RenewResponse.FromString,
             options,
             channel_credentials,
             insecure,
