@@ -22,12 +22,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.logger import init_logger
 from vllm.v1.metrics.stats import CacheHitSource
 
+from kvsieve_connector.dense.check import check_config as check_dense
 from kvsieve_connector.geometry import check_supported
 from kvsieve_connector.metadata import Handshake, StepOrders, WorkerReport
 from kvsieve_connector.scheduler import SchedulerHalf
 from kvsieve_connector.session import Session
 from kvsieve_connector.settings import ConnectorSettings, parse_settings
 from kvsieve_connector.sparse.check import check_config as check_sparse
+from kvsieve_connector.sparse.plan import is_dense
 from kvsieve_connector.stats import KVSievePromMetrics, KVSieveStats
 from kvsieve_connector.worker import WorkerHalf
 
@@ -62,7 +64,8 @@ class KVSieveConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = settings
         check_supported(vllm_config, kv_cache_config)
         if settings.mode == "sparse":
-            check_sparse(vllm_config, kv_cache_config)
+            check = check_dense if is_dense(vllm_config) else check_sparse
+            check(vllm_config, kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._session: Session | None = None
@@ -239,6 +242,10 @@ def _scheduler_half(
 ) -> SchedulerHalf:
     if settings.mode == "cache":
         return SchedulerHalf(vllm_config, kv_cache_config, settings)
+    if is_dense(vllm_config):
+        from kvsieve_connector.dense.scheduler import DenseScheduler
+
+        return DenseScheduler(vllm_config, kv_cache_config, settings)
     from kvsieve_connector.sparse.scheduler import SparseScheduler
 
     return SparseScheduler(vllm_config, kv_cache_config, settings)
@@ -247,9 +254,13 @@ def _scheduler_half(
 def _worker_half(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: ConnectorSettings
 ) -> WorkerHalf:
-    """Sparse mode's is imported only where it is wanted: it needs vLLM 0.33 and its sparse backends."""
+    """Sparse mode's is imported only where it is wanted: it needs vLLM's backends of the device."""
     if settings.mode == "cache":
         return WorkerHalf(vllm_config, kv_cache_config)
+    if is_dense(vllm_config):
+        from kvsieve_connector.dense.worker import DenseWorkerHalf
+
+        return DenseWorkerHalf(vllm_config, kv_cache_config, settings)
     from kvsieve_connector.sparse.worker import SparseWorkerHalf
 
     return SparseWorkerHalf(vllm_config, kv_cache_config, settings)

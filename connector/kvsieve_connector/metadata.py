@@ -60,6 +60,19 @@ class HostBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class HostRow:
+    """Sparse mode of dense models: a host-backed request is in the step's batch.
+
+    block: id of the one that its newest token is written to, which no other request has. decodes: it computes
+    one token, of its answer.
+    """
+
+    block: int
+    req_id: str
+    decodes: bool
+
+
+@dataclass(frozen=True, slots=True)
 class HintSave:
     """Sparse mode: write to a slot which rows of a request are hot, before its tables go. job: as in
     SaveOrder."""
@@ -91,6 +104,7 @@ class StepOrders(KVConnectorMetadata):
     request that is named in host_ended has no hot buffer any more; one that starts anew in the same step is
     named in both.
     forget_epochs: sparse mode: attachments of the past that no request reads any more.
+    host_rows: sparse mode of dense models: host-backed requests of the step's batch.
     """
 
     attachment: Attachment | None = None
@@ -103,6 +117,7 @@ class StepOrders(KVConnectorMetadata):
     host_blocks: list[HostBlocks] = field(default_factory=list)
     hint_loads: list[HintLoad] = field(default_factory=list)
     forget_epochs: list[int] = field(default_factory=list)
+    host_rows: list[HostRow] = field(default_factory=list)
 
 
 @dataclass

@@ -12,6 +12,10 @@ BACKENDS = {
 """vLLM's sparse MLA backends, and what stands in for each; the stock one unless sparse mode is on."""
 
 
+CPU_BACKEND = "kvsieve_connector.dense.backend.HostCPUAttentionBackend"
+"""The same for vLLM's CPU attention."""
+
+
 def register() -> None:
     """Called by vLLM in every process, more than once. Imports nothing that touches a device."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -28,22 +32,21 @@ def _register_spec() -> None:
     # vLLM registers its own only while there are none.
     KVCacheSpecRegistry._ensure_registered()
     from kvsieve_connector.sparse.manager import HostBackedManager
-    from kvsieve_connector.sparse.spec import HostBackedMLASpec
+    from kvsieve_connector.sparse.spec import HostBackedMLASpec, HostBackedSpec
 
-    KVCacheSpecRegistry.register(
-        HostBackedMLASpec, HostBackedManager, uniform_type_base_spec=HostBackedMLASpec
-    )
+    for spec in (HostBackedSpec, HostBackedMLASpec):
+        KVCacheSpecRegistry.register(spec, HostBackedManager, uniform_type_base_spec=spec)
 
 
 def _register_backends() -> None:
-    """By path, imported when vLLM picks one: they need vLLM 0.33."""
+    """By path, imported when vLLM picks one. Those for MLA need vLLM 0.33."""
     import vllm
     from packaging.version import Version
-
-    if Version(Version(vllm.__version__).base_version) < Version("0.33"):
-        return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
+    if Version(Version(vllm.__version__).base_version) < Version("0.33"):
+        return
     for name, ours in BACKENDS.items():
         if name in AttentionBackendEnum.__members__:
             register_backend(AttentionBackendEnum[name], f"kvsieve_connector.sparse.backends.{ours}")

@@ -18,6 +18,9 @@ PREFIX = "kvsieve."
 PrefetchName = Literal["none", "previous-step", "previous-step+margin", "previous-layer", "index-share"]
 """What each of them fetches: sparse/prefetch.py."""
 
+SelectorName = Literal["quest-bounds", "mean-key", "mean-outlier"]
+"""How each of them picks blocks: dense/selectors.py."""
+
 
 class ConnectorSettings(BaseModel):
     """One field per key; `kvsieve.match_timeout_ms` is `match_timeout_ms` here."""
@@ -25,7 +28,8 @@ class ConnectorSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     mode: Literal["cache", "sparse"] = "cache"
-    """cache: whole blocks to the store and back. sparse: DSA models read the main plane from the arena."""
+    """cache: whole blocks to the store and back. sparse: DSA models read the main plane from the arena; dense
+    models attend to a part of their blocks, which is an approximation."""
 
     endpoint: str = Field(default_factory=lambda: f"unix://{default_socket()}")
     """Where the store listens: unix:///path or host:port. Default: where this user's store listens."""
@@ -70,7 +74,7 @@ class ConnectorSettings(BaseModel):
     for each token that a request decodes in one step."""
 
     window_blocks: int = Field(default=2, ge=1, le=64)
-    """Sparse mode: newest full blocks of a request that stay on the GPU."""
+    """Sparse mode: newest full blocks of a request that stay on the GPU, or in vLLM's pool on a CPU."""
 
     prefetch: PrefetchName | None = None
     """Sparse mode: which rows are fetched before a layer asks for them. Default: "index-share" where layers
@@ -80,8 +84,29 @@ class ConnectorSettings(BaseModel):
     """Sparse mode with tensor parallelism: each rank fetches its share of rows from the arena, and reads
     the others' from their GPUs. auto: where NVLink joins them. true: the engine does not start without."""
 
+    budget_tokens: int = Field(default=1024, ge=0)
+    """Sparse mode of dense models: tokens that a decode step attends to beside the first and the newest
+    blocks, in whole blocks."""
+
+    first_blocks: int = Field(default=1, ge=0)
+    """Sparse mode of dense models: first blocks of a request that are always attended to."""
+
+    selector: SelectorName = "mean-outlier"
+    """Sparse mode of dense models: how blocks are picked."""
+
+    dense_layers: int = Field(default=0, ge=0)
+    """Sparse mode of dense models: first layers that attend to all."""
+
     @field_validator(
-        "connect_timeout_ms", "match_timeout_ms", "credits", "hot_rows", "window_blocks", mode="before"
+        "connect_timeout_ms",
+        "match_timeout_ms",
+        "credits",
+        "hot_rows",
+        "window_blocks",
+        "budget_tokens",
+        "first_blocks",
+        "dense_layers",
+        mode="before",
     )
     @classmethod
     def _number(cls, given: object) -> object:

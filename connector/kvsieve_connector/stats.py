@@ -47,6 +47,12 @@ COUNTERS = {
     "unplaced_rows": "Sparse decode: rows that found no place in a hot buffer; anything but 0 is a fault",
     "swap_in_wait_seconds": "Sparse decode: time that swap-ins waited for rows, of all requests and layers",
     "swapped_in_bytes": "Sparse decode: bytes fetched from the arena",
+    "asked_pieces": "Dense models: full blocks that sparse decode picked, per layer and KV head",
+    "pool_pieces": "Dense models: of these, read from vLLM's pool",
+    "arena_pieces": "Dense models: of these, read from the arena",
+    "arena_read_bytes": "Dense models: bytes that sparse decode read from the arena",
+    "staged_blocks": "Dense models: blocks read from the arena to be attended to whole, per layer",
+    "summarised_blocks": "Dense models: blocks of which summaries were made",
 }
 
 GAUGES = {

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 
-from kvsieve_connector.sparse.plan import SparsePlan
+from kvsieve_connector.sparse.plan import HostPlan
 from kvsieve_connector.sparse.residency import Holding, Residency
-from kvsieve_connector.sparse.spec import HostBackedMLASpec
+from kvsieve_connector.sparse.spec import HostBacked
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class HostBackedManager(SlidingWindowManager):
     """`residency` is set before the first request comes: bind_managers()."""
 
-    kv_cache_spec: HostBackedMLASpec
+    kv_cache_spec: HostBacked
     residency: Residency
 
-    def __init__(self, kv_cache_spec: HostBackedMLASpec, **kwargs: Any) -> None:
+    def __init__(self, kv_cache_spec: HostBacked, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self._hot_blocks = kv_cache_spec.hot_blocks
         self._hot: dict[str, list[KVCacheBlock]] = {}
@@ -125,7 +125,7 @@ class HostBackedManager(SlidingWindowManager):
 
 def bind_managers(
     kv_cache_manager: KVCacheManager,
-    plan: SparsePlan,
+    plan: HostPlan,
     max_num_seqs: int,
     on_end: Callable[[Holding], None],
 ) -> Residency:
@@ -137,16 +137,19 @@ def bind_managers(
     main = [manager for manager in managers if isinstance(manager, HostBackedManager)]
     others = [manager for manager in managers if not isinstance(manager, HostBackedManager)]
     found = ", ".join(f"{type(m).__name__} of {type(m.kv_cache_spec).__name__}" for m in managers)
-    if not main or len(others) != 1 or not isinstance(others[0], FullAttentionManager):
+    full = [manager for manager in others if isinstance(manager, FullAttentionManager)]
+    if not main or len(others) != plan.indexers or len(full) != plan.indexers:
         raise ValueError(
-            "kvsieve: sparse mode needs KV groups of host-backed layers and one of full attention, for the "
-            f"indexer; vLLM has made these: {found}. Is it an attention backend that kvsieve does not know?"
+            f"kvsieve: sparse mode needs KV groups of host-backed layers and {plan.indexers} of full "
+            f"attention, for the indexer; vLLM has made these: {found}. Is it an attention backend that "
+            "kvsieve does not know?"
         )
     if any(manager.kv_cache_spec != main[0].kv_cache_spec for manager in main):
         raise ValueError("kvsieve: sparse mode needs one spec for all main layers; vLLM has several")
     spec = main[0].kv_cache_spec
-    given = (spec.block_size, spec.window_blocks, spec.hot_blocks, others[0].block_size)
-    if given != (plan.block_tokens, plan.window_blocks, plan.hot_blocks, plan.block_tokens):
+    given = (spec.block_size, spec.window_blocks, spec.hot_blocks, *(m.block_size for m in others))
+    planned = (plan.block_tokens, plan.window_blocks, plan.hot_blocks, *(plan.block_tokens for _ in others))
+    if given != planned:
         raise ValueError(
             "kvsieve: sparse mode: block, window and hot blocks of main layers, and block of the indexer, "
             f"are {given}, not as planned: {plan}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -25,6 +25,30 @@ multiprocessor (swap_in.cu: 24 bytes a row of 48 KiB, less the hot blocks' ids).
 LOADING = 8
 """Requests beyond max_num_seqs that may be host-backed: vLLM does not count those that load as running."""
 
+DENSE_ONLY = ("budget_tokens", "first_blocks", "selector", "dense_layers")
+"""Settings of sparse mode that mean nothing for a DSA model."""
+
+
+class HostPlan(Protocol):
+    """What the scheduler's side asks of a plan. block_tokens: tokens of a block. hot_blocks: blocks of a
+    request's hot buffer in each KV group. window_blocks: newest full blocks that stay in vLLM's pool.
+    indexers: KV groups beside the host-backed ones, which vLLM's prefix cache answers for."""
+
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def hot_blocks(self) -> int: ...
+    @property
+    def window_blocks(self) -> int: ...
+    @property
+    def indexers(self) -> int: ...
+
+    def table_slots(self, num_blocks: int, groups: int, max_num_seqs: int) -> int:
+        """Requests that can be host-backed at once. num_blocks: of vLLM's pool. groups: host-backed ones."""
+
+    def pages(self, num_blocks: int) -> int:
+        """Blocks that all requests together can read from the arena, and one more."""
+
 
 @dataclass(frozen=True, slots=True)
 class SparsePlan:
@@ -41,6 +65,8 @@ class SparsePlan:
     window_blocks: int
     row_bytes: int
 
+    indexers = 1
+
     @property
     def hot_rows(self) -> int:
         return self.hot_blocks * self.block_tokens
@@ -52,29 +78,19 @@ class SparsePlan:
     @staticmethod
     def of_config(vllm_config: VllmConfig) -> SparsePlan:
         """For an engine of which sparse_wanted() is true; raises as of()."""
-        return SparsePlan.of(vllm_config, parse_settings(_extra(vllm_config)))
+        return SparsePlan.of(vllm_config, parse_settings(extra_config(vllm_config)))
 
     @staticmethod
     def of(vllm_config: VllmConfig, settings: ConnectorSettings) -> SparsePlan:
         """Raises ValueError, which names the field and its limit, for what sparse mode can't serve."""
-        transfer = vllm_config.kv_transfer_config
-        if transfer is not None and transfer.kv_connector != NAME:
-            raise ValueError(
-                f"kvsieve: sparse mode can't be combined with {transfer.kv_connector}; make {NAME} the only "
-                "connector"
-            )
-        if not settings.save_decode:
-            raise ValueError(
-                f"kvsieve: {PREFIX}save_decode=false given, sparse mode requires true: a block leaves the "
-                "GPU only once it is saved"
-            )
+        check_settings(vllm_config, settings, DENSE_ONLY, "models with DeepSeek sparse attention")
         config = vllm_config.model_config.hf_text_config
         topk = int(getattr(config, "index_topk", 0) or 0)
         if not topk or not hasattr(config, "kv_lora_rank"):
             raise ValueError(
-                f"kvsieve: {PREFIX}mode='sparse' is for models with DeepSeek sparse attention (index_topk "
-                f"and kv_lora_rank in their configuration); {vllm_config.model_config.model} has none. Use "
-                "mode 'cache'"
+                f"kvsieve: {PREFIX}mode='sparse' of MLA models is for models with DeepSeek sparse attention "
+                f"(index_topk and kv_lora_rank in their configuration); {vllm_config.model_config.model} has "
+                "none. Use mode 'cache'"
             )
         block = int(vllm_config.cache_config.block_size)
         query_tokens = 1 + vllm_config.num_speculative_tokens
@@ -131,10 +147,36 @@ class SparsePlan:
 def sparse_wanted(vllm_config: VllmConfig) -> bool:
     """Whether the engine is configured for sparse mode, by itself or in a MultiConnector's child (which
     SparsePlan.of refuses, with the reason)."""
-    return str(_extra(vllm_config).get(f"{PREFIX}mode", "")) == "sparse"
+    return str(extra_config(vllm_config).get(f"{PREFIX}mode", "")) == "sparse"
 
 
-def _extra(vllm_config: VllmConfig) -> dict[str, Any]:
+def is_dense(vllm_config: VllmConfig) -> bool:
+    """Whether sparse mode treats the model as one that keeps K and V: it has no MLA latent."""
+    return not hasattr(vllm_config.model_config.hf_text_config, "kv_lora_rank")
+
+
+def check_settings(
+    vllm_config: VllmConfig, settings: ConnectorSettings, foreign: tuple[str, ...], models: str
+) -> None:
+    """Raises ValueError for settings that sparse mode can't work with. foreign: those that mean nothing for
+    these `models`."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector != NAME:
+        raise ValueError(
+            f"kvsieve: sparse mode can't be combined with {transfer.kv_connector}; make {NAME} the only "
+            "connector"
+        )
+    if not settings.save_decode:
+        raise ValueError(
+            f"kvsieve: {PREFIX}save_decode=false given, sparse mode requires true: a block leaves the pool "
+            "only once it is saved"
+        )
+    for name in foreign:
+        if name in settings.model_fields_set:
+            raise ValueError(f"kvsieve: {PREFIX}{name} given, which means nothing for {models}; leave it out")
+
+
+def extra_config(vllm_config: VllmConfig) -> dict[str, Any]:
     """This connector's settings as given; empty when it is not used."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-    from kvsieve_connector.sparse.spec import HostBackedMLASpec
+    from kvsieve_connector.sparse.spec import HostBacked
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +42,7 @@ class Residency:
 
     def __init__(
         self,
-        spec: HostBackedMLASpec,
+        spec: HostBacked,
         groups: tuple[int, ...],
         max_host_backed: int,
         max_pages: int,

@@ -33,7 +33,7 @@ from kvsieve_connector.sparse.hint_asks import HintAsks
 from kvsieve_connector.sparse.hints import hint_key
 from kvsieve_connector.sparse.hosts import Host, Place
 from kvsieve_connector.sparse.manager import bind_managers
-from kvsieve_connector.sparse.plan import SparsePlan
+from kvsieve_connector.sparse.plan import HostPlan, SparsePlan
 from kvsieve_connector.sparse.residency import Holding, Residency
 from kvsieve_connector.sparse.spec import main_groups
 from kvsieve_store.client import Attachment, Held, SealEntry, SealResult, SlotRef, StoreClient
@@ -65,12 +65,13 @@ class SparseScheduler(SchedulerHalf):
         rng: random.Random | None = None,
     ) -> None:
         super().__init__(vllm_config, kv_cache_config, settings)
-        self.plan = SparsePlan.of(vllm_config, settings)
+        self.plan = self._plan_of(vllm_config, settings)
         self._max_model_len = vllm_config.model_config.max_model_len
         self._overlap = int(vllm_config.max_concurrent_batches)
         """Steps that can be in flight at once."""
         groups = range(len(kv_cache_config.kv_cache_groups))
-        (self._indexer_group,) = set(groups) - set(main_groups(kv_cache_config))
+        self._indexers = sorted(set(groups) - set(main_groups(kv_cache_config)))
+        """KV groups that are loaded for a prefix hit: the indexer's, if there is one."""
         self._residency: Residency | None = None
         self._manager: KVCacheManager | None = None
         self._hosts: dict[str, Host] = {}
@@ -79,7 +80,7 @@ class SparseScheduler(SchedulerHalf):
         """Began with blocks of the store; the workers are not told yet."""
         self._ended: list[Host] = []
         """The workers are not told yet."""
-        self._with_hints = settings.prefetch != "none"
+        self._with_hints = settings.prefetch != "none" and self.plan.hot_blocks > 0
         self._hints = HintAsks()
         self._step = 0
         self._later: list[tuple[int, list[tuple[int, int]], list[tuple[int, SlotRef]]]] = []
@@ -89,6 +90,9 @@ class SparseScheduler(SchedulerHalf):
         self._too_small: Attachment | None = None
         self._reports_from = 0
         """From the step after this one on, reports of the workers on the attachment sent last are in."""
+
+    def _plan_of(self, vllm_config: VllmConfig, settings: ConnectorSettings) -> HostPlan:
+        return SparsePlan.of(vllm_config, settings)
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
         """Raises ValueError when vLLM has planned the cache otherwise than sparse mode needs it."""
@@ -108,7 +112,8 @@ class SparseScheduler(SchedulerHalf):
     # Matching and loading
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
-        """Tokens of indexer blocks to load beyond `local_tokens`, which are in the GPU's prefix cache.
+        """Tokens that the request can begin with beyond `local_tokens`, which are in the GPU's prefix cache;
+        True: their indexer blocks are to be loaded first.
 
         None: ask again, because the store has not answered, has no slots, or lacks blocks of the local hit:
         these are on their way there, or have just been dropped from the prefix cache.
@@ -140,7 +145,7 @@ class SparseScheduler(SchedulerHalf):
         if not self._has_room(request, have):
             return None, False
         tokens = (have - local) * self.block_tokens
-        return tokens, tokens > 0
+        return tokens, tokens > 0 and bool(self._indexers)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The scheduler has given blocks to the request. It comes twice for one that loads: before and
@@ -165,7 +170,7 @@ class SparseScheduler(SchedulerHalf):
             self._hints.add(host, key, begins_with * self.block_tokens)
         local = begins_with - external_tokens // self.block_tokens
         self.stats.add(matched_blocks=begins_with)
-        if external_tokens:
+        if external_tokens and self._indexers:
             pages = self.blocks.pages(blocks.get_block_ids(), range(local, begins_with))
             refs = tuple(match.refs[local:begins_with])
             self._new_loads.append(LoadOrder(request.request_id, state.instance, refs, tuple(pages)))
@@ -209,7 +214,7 @@ class SparseScheduler(SchedulerHalf):
         pool, block_ids = self._manager.block_pool, set()
         for index in indices:
             key = request.block_hashes[(index + 1) * self.blocks.hashes - 1]
-            while found := pool.get_cached_block(key, [self._indexer_group]):
+            while found := pool.get_cached_block(key, self._indexers):
                 pool.evict_blocks({found[0].block_id})
                 block_ids.add(found[0].block_id)
         self.stats.add(evicted_hits=len(block_ids))

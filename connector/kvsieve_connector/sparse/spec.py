@@ -1,18 +1,25 @@
-"""The KV cache spec of a main layer in sparse mode.
+"""The KV cache spec of a host-backed layer in sparse mode.
 
-It looks like a sliding window to vLLM: then the planner splits the main layers into KV groups that fit the
-indexer's page, and frees a request's old blocks. What is really freed, and when, is HostBackedManager's.
+It looks like a sliding window to vLLM: then the planner splits a DSA model's main layers into KV groups that
+fit the indexer's page, and frees a request's old blocks. What is really freed, and when, is
+HostBackedManager's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
 
 from kvsieve_connector.geometry import layer_specs
-from kvsieve_connector.sparse.plan import SparsePlan
+from kvsieve_connector.sparse.plan import HostPlan, SparsePlan
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -21,16 +28,19 @@ RETAINED_TOKENS = 1 << 30
 """The workers' block tables keep every entry: an old block stays readable until it is reused."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostBackedMLASpec(SlidingWindowMLASpec):
-    """window_blocks, hot_blocks: as in SparsePlan. sliding_window: the window in tokens."""
+class HostBacked:
+    """What both specs have in common. window_blocks, hot_blocks: as in HostPlan. sliding_window: the window
+    in tokens."""
 
+    block_size: int
+    page_size_bytes: int
+    extra_retained_tokens: int
     window_blocks: int
     hot_blocks: int
 
     @property
     def prefix_cacheable(self) -> bool:
-        """Prefix hits are those of the indexer's group; the main plane of a hit is read from the arena."""
+        """A prefix hit is read from the arena. Of a DSA model, the indexer's group decides on hits."""
         return False
 
     @property
@@ -53,11 +63,32 @@ class HostBackedMLASpec(SlidingWindowMLASpec):
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
         """Raises AssertionError when they differ, as vLLM's planner wants it."""
-        assert all(spec == specs[0] for spec in specs), "the main layers of one KV group must have one spec"
+        assert all(spec == specs[0] for spec in specs), (
+            "host-backed layers of one KV group must have one spec"
+        )
         return specs[0]
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         return all(_shape(spec) == _shape(self) for spec in kv_cache_specs.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostBackedMLASpec(HostBacked, SlidingWindowMLASpec):
+    """The latent rows of a DSA model's main layer."""
+
+    window_blocks: int
+    hot_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostBackedSpec(HostBacked, SlidingWindowSpec):
+    """K and V of a dense model's layer."""
+
+    window_blocks: int
+    hot_blocks: int
+
+
+Spec = TypeVar("Spec", HostBackedMLASpec, HostBackedSpec)
 
 
 def to_host_backed(spec: MLAAttentionSpec, plan: SparsePlan) -> HostBackedMLASpec:
@@ -69,10 +100,15 @@ def to_host_backed(spec: MLAAttentionSpec, plan: SparsePlan) -> HostBackedMLASpe
             f"{plan.block_tokens} rows of {plan.row_bytes} bytes are supported; use --kv-cache-dtype auto or "
             "fp8_ds_mla, or another backend"
         )
-    known = {field.name for field in fields(HostBackedMLASpec) if field.init}
+    return as_host_backed(HostBackedMLASpec, spec, plan)
+
+
+def as_host_backed(cls: type[Spec], spec: AttentionSpec, plan: HostPlan) -> Spec:
+    """The spec of class `cls` for the same cache."""
+    known = {field.name for field in fields(cls) if field.init}
     same: dict[str, Any] = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init and f.name in known}
     same |= {"window_blocks": plan.window_blocks, "hot_blocks": plan.hot_blocks}
-    return HostBackedMLASpec(**same | {"sliding_window": plan.window_tokens})
+    return cls(**same | {"sliding_window": plan.window_blocks * plan.block_tokens})
 
 
 def main_groups(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
@@ -80,11 +116,11 @@ def main_groups(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
     return tuple(
         index
         for index, group in enumerate(kv_cache_config.kv_cache_groups)
-        if all(isinstance(spec, HostBackedMLASpec) for _, spec in layer_specs(group))
+        if all(isinstance(spec, HostBacked) for _, spec in layer_specs(group))
     )
 
 
 def _shape(spec: KVCacheSpec) -> tuple[int, ...] | None:
-    if not isinstance(spec, HostBackedMLASpec):
+    if not isinstance(spec, HostBacked):
         return None
     return spec.block_size, spec.window_blocks, spec.hot_blocks, spec.page_size_bytes

@@ -23,6 +23,7 @@ from kvsieve_connector.sparse import runtime as runtimes
 from kvsieve_connector.sparse.check import check_layers
 from kvsieve_connector.sparse.counters import CounterReader
 from kvsieve_connector.sparse.hints import read_hint, write_hint
+from kvsieve_connector.sparse.host_worker import HostWorkerHalf
 from kvsieve_connector.sparse.kernel_set import kernel_set
 from kvsieve_connector.sparse.peers import share
 from kvsieve_connector.sparse.plan import SparsePlan
@@ -31,7 +32,6 @@ from kvsieve_connector.sparse.runtime import BatchRow, SparseRuntime, workspace_
 from kvsieve_connector.sparse.spec import main_groups
 from kvsieve_connector.sparse.tables import HostTables, TableSizes
 from kvsieve_connector.sparse.warm import RowsCopies
-from kvsieve_connector.worker import WorkerHalf
 from kvsieve_store.client import ArenaMap
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvsieve")
 
 
-class SparseWorkerHalf(WorkerHalf):
+class SparseWorkerHalf(HostWorkerHalf):
     """See the module's docstring."""
 
     def __init__(
@@ -52,8 +52,6 @@ class SparseWorkerHalf(WorkerHalf):
         self._plan = SparsePlan.of(vllm_config, settings)
         self._runtime: SparseRuntime | None = None
         self._counters: CounterReader | None = None
-        self._kept: dict[int, ArenaMap] = {}
-        """Arenas of sessions that are over, by epoch: locked while live requests read their slots."""
         self._hot_rows = RowsCopies()
         """On their way to slots of the arena that is mapped."""
         self._unshare: Callable[[], None] = lambda: None
@@ -143,10 +141,6 @@ class SparseWorkerHalf(WorkerHalf):
         if self._runtime is not None and self._runtime.tables.tag.is_cuda:
             torch.cuda.synchronize()  # a step in flight may still read the arena
         self._unshare()
-        if self._engine is not None:
-            self._unmap()
-        for epoch in list(self._kept):
-            self._forget(epoch)
         super().close()
 
     # Hints: rank 0 writes them, all ranks having the same lists; each rank reads them
@@ -220,23 +214,9 @@ class SparseWorkerHalf(WorkerHalf):
             counters=tables.counters[order],
         )
 
-    def _arena_of(self, epoch: int) -> ArenaMap:
-        if epoch in self._kept:
-            return self._kept[epoch]
-        assert self._arena is not None
-        assert epoch == self._epoch, "host blocks of an arena that is not mapped"
-        return self._arena
-
     def _session_over(self, arena: ArenaMap) -> None:
-        """Its arena stays mapped, pinned and locked while requests read it. A lock is a session's own, also
-        where the next session has the same memory: without it, the store would give the slots away."""
         self._hot_rows.forget()
-        self._kept[self._epoch] = arena
-
-    def _forget(self, epoch: int) -> None:
-        arena = self._kept.pop(epoch, None)
-        if arena is not None:
-            self._arenas.leave(arena)
+        super()._session_over(arena)
 
     @property
     def _sparse(self) -> SparseRuntime:

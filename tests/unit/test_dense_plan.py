@@ -1,0 +1,121 @@
+"""The numbers of sparse mode on a dense model, and what it refuses to start on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
+
+from kvsieve_connector.dense.check import check_config
+from kvsieve_connector.dense.plan import DensePlan
+from kvsieve_connector.dense.selectors import SELECTORS
+from kvsieve_connector.settings import SelectorName
+from kvsieve_connector.sparse.plan import is_dense
+from kvsieve_connector.sparse.spec import HostBackedSpec, as_host_backed
+from tests.unit.test_sparse_plan import engine as dsa_engine
+
+
+def engine(extra: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """A configuration of a Llama in sparse mode; changes: cache_dtype, speculative, connector, device, v2,
+    ubatching."""
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_connector=changes.get("connector", "KVSieveConnector"),
+            kv_connector_extra_config={"kvsieve.mode": "sparse"} | (extra or {}),
+        ),
+        model_config=SimpleNamespace(
+            model="some/model", max_model_len=8000, hf_text_config=SimpleNamespace(num_hidden_layers=4)
+        ),
+        cache_config=SimpleNamespace(block_size=32, cache_dtype=changes.get("cache_dtype", "auto")),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        speculative_config=changes.get("speculative"),
+        device_config=SimpleNamespace(device_type=changes.get("device", "cpu")),
+        use_v2_model_runner=changes.get("v2", False),
+        parallel_config=SimpleNamespace(use_ubatching=changes.get("ubatching", False)),
+    )
+
+
+FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
+BACKED = as_host_backed(HostBackedSpec, FULL, DensePlan.of_config(engine()))
+WINDOW = SlidingWindowSpec(
+    block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=128
+)
+
+
+def cache(*specs: Any) -> Any:
+    groups = [KVCacheGroupSpec([f"layers.{i}.attn"], spec) for i, spec in enumerate(specs)]
+    return SimpleNamespace(kv_cache_groups=groups)
+
+
+def test_the_defaults() -> None:
+    plan = DensePlan.of_config(engine())
+    assert (plan.budget_blocks, plan.first_blocks, plan.window_blocks, plan.dense_layers) == (32, 1, 2, 0)
+    assert (plan.hot_blocks, plan.attended_blocks, plan.max_blocks) == (0, 35, 250)
+    assert plan.selector in SELECTORS
+
+
+def test_a_budget_is_whole_blocks() -> None:
+    assert DensePlan.of_config(engine({"kvsieve.budget_tokens": 33})).budget_blocks == 2
+    assert DensePlan.of_config(engine({"kvsieve.budget_tokens": 0})).budget_blocks == 0
+
+
+def test_the_arena_alone_bounds_what_is_read_from_it() -> None:
+    plan = DensePlan.of_config(engine())
+    assert plan.table_slots(10, 1, 8) >= 8
+    assert plan.pages(10) > 8 * 250
+
+
+def test_settings_name_the_selectors_that_there_are() -> None:
+    assert set(get_args(SelectorName)) == SELECTORS.keys()
+
+
+def test_the_spec_keeps_the_layers_cache() -> None:
+    assert BACKED.page_size_bytes == FULL.page_size_bytes
+    assert (BACKED.hot_blocks, BACKED.window_blocks, BACKED.sliding_window) == (0, 2, 64)
+    assert not BACKED.prefix_cacheable
+    assert BACKED.max_admission_blocks_per_request(256, 8000) == 2 + 8 + 1
+
+
+def test_a_model_with_a_latent_is_not_dense() -> None:
+    assert is_dense(engine())
+    assert not is_dense(dsa_engine())
+
+
+def test_a_dense_model_as_planned_is_accepted() -> None:
+    check_config(engine(), cache(BACKED))
+
+
+@pytest.mark.parametrize(
+    ("extra", "changes", "specs", "message"),
+    [
+        ({"kvsieve.hot_rows": 64}, {}, [BACKED], "hot_rows given, which means nothing for models without"),
+        ({"kvsieve.prefetch": "none"}, {}, [BACKED], "prefetch given, which means nothing"),
+        ({"kvsieve.save_decode": False}, {}, [BACKED], "save_decode=false given, .* requires true"),
+        ({"kvsieve.dense_layers": 5}, {}, [BACKED], "dense_layers: 5 given, the model has 4 layers"),
+        ({}, {"connector": "MultiConnector"}, [BACKED], "can't be combined with MultiConnector"),
+        ({}, {"cache_dtype": "fp8"}, [BACKED], "kv_cache_dtype='fp8' is not supported"),
+        ({}, {"speculative": object()}, [BACKED], "does not support speculative decoding"),
+        ({}, {"device": "cuda"}, [BACKED], "runs on CPU only, this engine is on 'cuda'"),
+        ({}, {"v2": True}, [BACKED], "needs vLLM's V1 model runner"),
+        ({}, {"ubatching": True}, [BACKED], "--enable-dbo"),
+        ({}, {}, [FULL], r"layers\.0\.attn keeps a FullAttentionSpec \(1 layers like it\)"),
+        ({}, {}, [BACKED, WINDOW], r"layers\.1\.attn attends to a window of 128 tokens"),
+        ({}, {}, [BACKED, BACKED], "needs one KV group, this model has 2"),
+    ],
+)
+def test_what_it_refuses(
+    extra: dict[str, Any], changes: dict[str, Any], specs: list[Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_config(engine(extra, **changes), cache(*specs))
+
+
+@pytest.mark.parametrize("name", ["budget_tokens", "first_blocks", "dense_layers"])
+def test_what_means_nothing_for_a_dsa_model_is_refused_there(name: str) -> None:
+    from kvsieve_connector.sparse.plan import SparsePlan
+
+    with pytest.raises(ValueError, match=f"{name} given, which means nothing for models with DeepSeek"):
+        SparsePlan.of_config(dsa_engine({f"kvsieve.{name}": 1}))
