@@ -13,12 +13,14 @@ from typing import Any, Protocol
 import torch
 from vllm.v1.request import Request, RequestStatus
 
+from kvsieve_connector.dense.plan import DensePlan
+from kvsieve_connector.dense.scheduler import DenseScheduler
 from kvsieve_connector.metadata import HintLoad, HintSave, StepOrders, WorkerReport
 from kvsieve_connector.settings import parse_settings
 from kvsieve_connector.sparse.plan import SparsePlan
 from kvsieve_connector.sparse.scheduler import SparseScheduler
 from kvsieve_connector.sparse.spec import main_groups
-from tests.engine.sparse_vllm import BLOCK, cache_manager, plan_cache, vllm_config
+from tests.engine.sparse_vllm import BLOCK, cache_manager, plan_cache, plan_dense_cache, vllm_config
 
 
 class Arena(Protocol):
@@ -59,6 +61,7 @@ class OnDevice:
 class Scene:
     """chunk: tokens of a step. overlap: steps in flight at once. late: steps that a copy may take longer.
     drafts: tokens that a drafter adds to each decode step, as vLLM's asynchronous scheduler counts them.
+    dense: a dense model, on a CPU; hot_blocks means nothing then.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Scene:
         max_model_len: int = 2048,
         layers: int = 10,
         drafts: int = 0,
+        dense: bool = False,
         seed: int = 0,
     ) -> None:
         self.drafts, self.max_model_len = drafts, max_model_len
@@ -83,22 +87,26 @@ class Scene:
         self.rng = random.Random(seed)
         self.client, self.arenas = client, arenas
         self.chunk, self.overlap, self.late, self.seqs = chunk, overlap, late, seqs
-        settings = parse_settings(
-            {
-                "kvsieve.mode": "sparse",
-                "kvsieve.hot_rows": hot_blocks * BLOCK,
-                "kvsieve.window_blocks": window_blocks,
-                "kvsieve.endpoint": "unix:///s",
-            }
-        )
-        config = self._config(hot_blocks, chunk, overlap, seqs, max_model_len)
-        plan = SparsePlan.of(config, settings)
-        cache = plan_cache(config, layers, pool_mib << 20, plan)
+        given = {
+            "kvsieve.mode": "sparse",
+            "kvsieve.window_blocks": window_blocks,
+            "kvsieve.endpoint": "unix:///s",
+        }
+        if not dense:
+            given["kvsieve.hot_rows"] = hot_blocks * BLOCK
+        settings = parse_settings(given)
+        config = self._config(dense, hot_blocks, chunk, overlap, seqs, max_model_len)
+        if dense:
+            cache = plan_dense_cache(config, layers, pool_mib << 20, DensePlan.of(config, settings))
+        else:
+            cache = plan_cache(config, layers, pool_mib << 20, SparsePlan.of(config, settings))
         self.manager = cache_manager(config, cache)
         self.main = main_groups(cache)
-        (self.indexer,) = set(range(len(cache.kv_cache_groups))) - set(self.main)
+        self.groups = len(cache.kv_cache_groups)
+        self.indexers = sorted(set(range(self.groups)) - set(self.main))
         self.now = 0.0
-        self.half = SparseScheduler(config, cache, settings, clock=lambda: self.now, rng=self.rng)
+        half = DenseScheduler if dense else SparseScheduler
+        self.half = half(config, cache, settings, clock=lambda: self.now, rng=self.rng)
         self.half.bind(self.manager)
         self.half.use(client, client.target)
         self.free_at_start = self.manager.block_pool.get_num_free_blocks()
@@ -126,12 +134,14 @@ class Scene:
         self._prefix: dict[str, list[int]] = {}
 
     @staticmethod
-    def _config(hot_blocks: int, chunk: int, overlap: int, seqs: int, max_model_len: int) -> Any:
+    def _config(dense: bool, hot_blocks: int, chunk: int, overlap: int, seqs: int, max_model_len: int) -> Any:
         config = vllm_config(max_model_len, chunk * overlap)
         hf = SimpleNamespace(index_topk=hot_blocks * BLOCK, kv_lora_rank=512, qk_rope_head_dim=64)
+        if dense:
+            hf = SimpleNamespace(num_hidden_layers=10)
         config.model_config.__dict__.update(model="m", hf_text_config=hf, dtype=torch.bfloat16)
         config.cache_config.__dict__.update(
-            block_size=BLOCK, cache_dtype="fp8", prefix_caching_hash_algo="sha256"
+            block_size=BLOCK, cache_dtype="auto" if dense else "fp8", prefix_caching_hash_algo="sha256"
         )
         config.scheduler_config.__dict__.update(max_num_seqs=seqs)
         config.__dict__.update(
@@ -349,15 +359,17 @@ class Scene:
             arena = self.arenas[self.mapped.epoch]
             for ref, pages in zip(order.refs, order.pages, strict=True):
                 assert not any(any(pages[group]) for group in self.main)
-                (page,) = pages[self.indexer]
+                (group,) = self.indexers
+                (page,) = pages[group]
                 self.gpu[page] = arena[ref.slot]
         for name, (tokens, blocks, whole) in scheduled.items():
             request = self.requests[name]
             if whole:
-                self.block_tables[name] = [[] for _ in range(len(self.main) + 1)]
+                self.block_tables[name] = [[] for _ in range(self.groups)]
                 self.device[name] = OnDevice(list(request.all_token_ids), request.num_computed_tokens)
             for table, new in zip(self.block_tables[name], blocks.get_block_ids(), strict=True):
                 table.extend(new)
+            self._check_row(orders, name, tokens)
             step.scheduled[name], step.sampled[name] = tokens, self._forward(name, tokens)
             request.num_computed_tokens += tokens
             request.num_in_flight_tokens += tokens
@@ -415,6 +427,16 @@ class Scene:
         last = self.half.blocks.key(self.requests[order.req_id], order.tokens // BLOCK - 1)
         assert self.arenas[order.epoch][order.ref.slot] == _hint_of(last)
 
+    def _check_row(self, orders: StepOrders, name: str, tokens: int) -> None:
+        """A dense model's host-backed request is known by the block that its newest token goes to."""
+        computed = self.device[name].computed
+        newest = self.block_tables[name][0][(computed + tokens - 1) // BLOCK]
+        found = [row for row in orders.host_rows if row.block == newest]
+        told = name in self.tables and not self.indexers
+        assert [row.req_id for row in found] == [name] * told
+        prompt = self.requests[name].num_prompt_tokens
+        assert all(row.decodes == (tokens == 1 and computed >= prompt) for row in found)
+
     def _forward(self, name: str, tokens: int) -> tuple[list[int], int]:
         """Reads the whole context, writes the new rows, and samples: new tokens, and drafts rejected."""
         device, table = self.device[name], self.block_tables[name]
@@ -422,7 +444,8 @@ class Scene:
         pages = self.tables[name].pages if name in self.tables else {}
         for index in range(-(-computed // BLOCK)):
             want = self._rows(name, index, computed)
-            assert self._read(table[self.indexer][index], want) == want, (name, index, "indexer")
+            for group in self.indexers:
+                assert self._read(table[group][index], want) == want, (name, index, "indexer")
             if index in pages:
                 epoch, slot = pages[index]
                 assert self.arenas[epoch][slot] == want, (name, index, "arena")

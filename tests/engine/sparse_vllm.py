@@ -15,15 +15,16 @@ from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
 )
-from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, SparseCacheRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec, SparseCacheRole
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 
 from kvsieve_connector import plugin
+from kvsieve_connector.dense.plan import DensePlan
 from kvsieve_connector.sparse.manager import HostBackedManager, bind_managers
 from kvsieve_connector.sparse.plan import SparsePlan
 from kvsieve_connector.sparse.residency import Holding
-from kvsieve_connector.sparse.spec import to_host_backed
+from kvsieve_connector.sparse.spec import HostBackedSpec, as_host_backed, to_host_backed
 
 try:
     from vllm.v1.core import kv_cache_planning as planner
@@ -84,6 +85,17 @@ def plan_cache(config: Any, layers: int, memory: int, plan: SparsePlan | None) -
         specs[f"layers.{i}.indexer.k_cache"] = layer(
             INDEXER_ROW_BYTES, head_size=INDEXER_ROW_BYTES, cache_role=SparseCacheRole.INDEXER
         )
+    return _planned(config, specs, memory)
+
+
+def plan_dense_cache(config: Any, layers: int, memory: int, plan: DensePlan) -> KVCacheConfig:
+    """The same of a dense model in sparse mode."""
+    layer = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    backed = as_host_backed(HostBackedSpec, layer, plan)
+    return _planned(config, {f"layers.{i}.attn": backed for i in range(layers)}, memory)
+
+
+def _planned(config: Any, specs: dict[str, Any], memory: int) -> KVCacheConfig:
     groups = planner.get_kv_cache_groups(config, specs)
     whole = planner.get_kv_cache_config_from_groups(config, groups, memory)
     return generate_scheduler_kv_cache_config([whole])

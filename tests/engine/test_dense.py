@@ -60,6 +60,34 @@ def test_attention_to_all_is_that_of_stock_vllm(
     assert stats.get("asked_pieces", 0) == 0
 
 
+def test_a_decode_step_attends_to_what_the_budget_says(
+    engine: Engine, store: StoreProcess, tiny_qwen3: Path
+) -> None:
+    settings = {"mode": "sparse", "budget_tokens": 100, "first_blocks": 2, "selector": "quest-bounds"}
+    with engine(tiny_qwen3, store.endpoint, kvsieve=settings, **SMALL_POOL) as llm:
+        (answer,) = generate(llm, PROMPTS[:1], max_tokens=40)
+        stats = counters(llm)
+    layers, heads, steps, attended = 4, 2, 39, 2 + 4 + 2
+    assert len(answer.tokens) == 40
+    assert stats["asked_pieces"] == layers * heads * steps * attended
+    assert stats["asked_pieces"] == stats["pool_pieces"] + stats["arena_pieces"]
+    assert stats["arena_read_bytes"] == stats["arena_pieces"] * 2 * 32 * 64 * 4
+    assert stats["summarised_blocks"] == (1500 + 39) // BLOCK
+
+
+def test_vllms_own_block_size_and_bfloat16(engine: Engine, store: StoreProcess, tiny_qwen3: Path) -> None:
+    """Whatever the instruction set makes of it. One prompt, so that chunks are the same."""
+    args: dict[str, Any] = {"dtype": "bfloat16", "block_size": 128, "max_num_batched_tokens": 256}
+    with engine(tiny_qwen3, **args) as llm:
+        stock = generate(llm, PROMPTS[:1], max_tokens=40)
+    small = {"kv_cache_memory_bytes": 2 << 20, "disable_log_stats": False}
+    with engine(tiny_qwen3, store.endpoint, kvsieve=EXACT, **args, **small) as llm:
+        answers = generate(llm, PROMPTS[:1], max_tokens=40)
+        assert block_pool(llm).num_gpu_blocks == 8
+        assert counters(llm)["staged_blocks"] > 0
+    assert distance(answers, stock) <= ROUNDING
+
+
 def test_a_request_that_fits_the_pool_is_stock_vllms(
     engine: Engine, store: StoreProcess, tiny_qwen3: Path, stock: list[Answer]
 ) -> None:

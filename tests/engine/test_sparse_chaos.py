@@ -16,7 +16,10 @@ from tests.engine.sparse_vllm import new_request, tokens_of
 SEEDS = 24
 
 
-def scene_of(rng: random.Random, store: FakeStore, seed: int, drafts: int = 0) -> Scene:
+DENSE = pytest.mark.parametrize("dense", [False, True], ids=["dsa", "dense"])
+
+
+def scene_of(rng: random.Random, store: FakeStore, seed: int, drafts: int = 0, dense: bool = False) -> Scene:
     client = FakeClient(store, rng.choice([4, 16]))
     return Scene(
         client,
@@ -28,6 +31,7 @@ def scene_of(rng: random.Random, store: FakeStore, seed: int, drafts: int = 0) -
         overlap=rng.choice([1, 2]),
         late=rng.choice([0, 3]),
         drafts=drafts,
+        dense=dense,
         seqs=rng.choice([3, 8]),
         max_model_len=1600,
         seed=seed,
@@ -65,11 +69,12 @@ def check_all_given_back(*scenes: Scene) -> None:
         assert not store.leases
 
 
+@DENSE
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_one_engine(seed: int) -> None:
+def test_one_engine(seed: int, dense: bool) -> None:
     rng = random.Random(seed)
     store = FakeStore(rng.choice([40, 60, 120, 1000]), rng)
-    scene = scene_of(rng, store, seed)
+    scene = scene_of(rng, store, seed, dense=dense)
     scene.bad_copies = rng.choice([0.0, 0.05])
     for _ in range(rng.randint(1, 120)):
         work(scene, rng)
@@ -91,10 +96,11 @@ def test_rows_of_rejected_drafts_are_neither_saved_nor_released(drafts: int, see
     check_all_given_back(scene)
 
 
+@DENSE
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_sessions_are_lost(seed: int) -> None:
+def test_sessions_are_lost(seed: int, dense: bool) -> None:
     rng = random.Random(seed)
-    scene = scene_of(rng, FakeStore(200, rng), seed)
+    scene = scene_of(rng, FakeStore(200, rng), seed, dense=dense)
     for _ in range(rng.randint(60, 200)):
         work(scene, rng)
         client = scene.client
@@ -111,11 +117,12 @@ def test_sessions_are_lost(seed: int) -> None:
     assert set(scene.arenas) <= {scene.client.epoch}
 
 
+@DENSE
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_two_engines_on_one_store(seed: int) -> None:
+def test_two_engines_on_one_store(seed: int, dense: bool) -> None:
     rng = random.Random(seed)
     store = FakeStore(rng.choice([30, 40, 80]), rng)
-    scenes = [scene_of(rng, store, seed + i) for i in range(2)]
+    scenes = [scene_of(rng, store, seed + i, dense=dense) for i in range(2)]
     for _ in range(rng.randint(20, 120)):
         for scene in scenes:
             work(scene, rng)
