@@ -95,7 +95,7 @@ class Scene:
         if not dense:
             given["kvsieve.hot_rows"] = hot_blocks * BLOCK
         settings = parse_settings(given)
-        config = self._config(dense, hot_blocks, chunk, overlap, seqs, max_model_len)
+        config = self._config(hot_blocks, chunk, overlap, seqs, max_model_len, dense)
         if dense:
             cache = plan_dense_cache(config, layers, pool_mib << 20, DensePlan.of(config, settings))
         else:
@@ -134,7 +134,9 @@ class Scene:
         self._prefix: dict[str, list[int]] = {}
 
     @staticmethod
-    def _config(dense: bool, hot_blocks: int, chunk: int, overlap: int, seqs: int, max_model_len: int) -> Any:
+    def _config(
+        hot_blocks: int, chunk: int, overlap: int, seqs: int, max_model_len: int, dense: bool = False
+    ) -> Any:
         config = vllm_config(max_model_len, chunk * overlap)
         hf = SimpleNamespace(index_topk=hot_blocks * BLOCK, kv_lora_rank=512, qk_rope_head_dim=64)
         if dense:

@@ -58,7 +58,7 @@ def test_a_hit_is_loaded_as_indexer_blocks_only_and_read_from_the_arena() -> Non
     engine.run()
     (load,) = [order for o in engine.orders for order in o.loads]
     assert (load.req_id, len(load.refs)) == ("b", 10)
-    assert all(pages[engine.indexer][0] and not pages[0][0] for pages in load.pages)
+    assert all(pages[engine.indexers[0]][0] and not pages[0][0] for pages in load.pages)
     assert told(engine.orders[before:]) == [("b", index) for index in range(10)]
     assert stat(engine, "matched_blocks") == 10
 
