@@ -51,6 +51,19 @@ def sparse_plan(hot_blocks: int = 48, window_blocks: int = 2) -> SparsePlan:
     )
 
 
+def dense_plan(window_blocks: int = 2) -> DensePlan:
+    return DensePlan(
+        block_tokens=BLOCK,
+        budget_blocks=8,
+        first_blocks=1,
+        window_blocks=window_blocks,
+        selector="mean-key",
+        dense_layers=0,
+        max_blocks=32,
+        max_num_seqs=64,
+    )
+
+
 def vllm_config(max_model_len: int, in_flight: int) -> Any:
     """What the planner reads of a configuration. in_flight: tokens of the steps that overlap."""
     return SimpleNamespace(
@@ -140,7 +153,8 @@ class Engine:
     ) -> None:
         self.plan = plan
         self.config = vllm_config(max_model_len, in_flight)
-        self.cache = plan_cache(self.config, layers, memory, plan)
+        plan_it = plan_dense_cache if isinstance(plan, DensePlan) else plan_cache
+        self.cache = plan_it(self.config, layers, memory, plan)
         self.manager = cache_manager(self.config, self.cache)
         self.ended: list[Holding] = []
         self.residency = bind_managers(self.manager, plan, seqs, self.ended.append)

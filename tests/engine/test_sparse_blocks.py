@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from vllm.v1.request import Request
 
-from tests.engine.sparse_vllm import BLOCK, Engine, new_request, sparse_plan, tokens_of
+from tests.engine.sparse_vllm import BLOCK, Engine, dense_plan, new_request, sparse_plan, tokens_of
 
 
 class Blocks(RuleBasedStateMachine):
@@ -20,7 +20,9 @@ class Blocks(RuleBasedStateMachine):
 
     @initialize(hot=st.integers(1, 4), window=st.integers(1, 3), seqs=st.sampled_from([2, 64]))
     def begin(self, hot: int, window: int, seqs: int) -> None:
-        plan = sparse_plan(hot_blocks=hot, window_blocks=window)
+        self.start(sparse_plan(hot_blocks=hot, window_blocks=window), seqs)
+
+    def start(self, plan: Any, seqs: int) -> None:
         self.engine = Engine(10, 12 << 20, plan, 2048, in_flight=512, seqs=seqs)
         self.requests: dict[str, Request] = {}
         self.waiting: list[str] = []
@@ -48,9 +50,10 @@ class Blocks(RuleBasedStateMachine):
         keys = request.block_hashes[: (request.num_tokens - 1) // BLOCK]
         matched = next((i for i, key in enumerate(keys) if key not in self.store), len(keys))
         # As the scheduler half does it: the indexer's blocks that the store does not have can't be used.
-        (indexer,) = (m for m in engine.manager.coordinator.single_type_managers if m not in engine.main)
-        for key in keys[matched:]:
-            while found := engine.pool.get_cached_block(key, [indexer.kv_cache_group_id]):
+        managers = engine.manager.coordinator.single_type_managers
+        indexers = [m.kv_cache_group_id for m in managers if m not in engine.main]
+        for key in keys[matched:] if indexers else ():
+            while found := engine.pool.get_cached_block(key, indexers):
                 engine.pool.evict_blocks({found[0].block_id})
         if not engine.admit(request, chunk, matched):
             assert name not in engine.live
@@ -147,7 +150,7 @@ class Blocks(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         engine = self.engine
-        assert engine.residency.pages <= engine.cache.num_blocks
+        assert engine.residency.pages < engine.plan.pages(engine.cache.num_blocks)
         assert engine.residency.host_backed <= engine.residency._max_host_backed
         for name in engine.live:
             holding, counts = engine.residency.get(name), engine.pinned(name)
@@ -164,7 +167,17 @@ class Blocks(RuleBasedStateMachine):
         assert self.engine.residency.pages == self.engine.residency.host_backed == 0
 
 
-Blocks.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
-)
+class DenseBlocks(Blocks):
+    """The same of a dense model: one KV group, no hot buffer, no prefix cache of vLLM's."""
+
+    @initialize(window=st.integers(1, 3), seqs=st.sampled_from([2, 64]))
+    def begin(self, window: int, seqs: int) -> None:  # type: ignore[override]
+        self.start(dense_plan(window_blocks=window), seqs)
+
+
+for machine in (Blocks, DenseBlocks):
+    machine.TestCase.settings = settings(
+        max_examples=100, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+    )
 TestBlocks = Blocks.TestCase
+TestDenseBlocks = DenseBlocks.TestCase
