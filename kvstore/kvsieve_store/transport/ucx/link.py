@@ -77,8 +77,10 @@ class UcxLink(Link):
                     if len(pending) == _WINDOW:
                         self._finish([pending.popleft()], deadline)
                     body = Request(Kind.READ, token, part).body()
-                    pieces = self.memory.pieces(places, part[:, 2])
-                    pending.append(self._submit(Kind.READ, body, pieces[:, 0], pieces[:, 1]))
+                    lengths = np.ascontiguousarray(part[:, 2])
+                    pending.append(
+                        self._submit(Kind.READ, body, self.memory.addresses(places, lengths), lengths)
+                    )
             finally:
                 self._finish(pending, deadline)
         finally:

@@ -117,13 +117,13 @@ class UcxListener:
             request = Request.of(head, body)
             export = self._exports.begin(request.token)
             text, offsets, lengths = export.answer(request)
-            pieces = self._exports.memory.pieces(offsets, lengths) if len(offsets) else None
+            addresses = self._exports.memory.addresses(offsets, lengths) if len(offsets) else None
         except KVSieveError as error:
             if export is not None:
                 self._exports.end(export)
             self._send(link, *wire.refusal(head, error))
             return
-        if pieces is None:
+        if addresses is None:
             self._exports.end(export)
             self._send(link, head, text)
             return
@@ -135,7 +135,7 @@ class UcxListener:
             self._exports.end(export)
 
         try:
-            self._engine.answer(link.endpoint, reply, pieces[:, 0], pieces[:, 1], done)
+            self._engine.answer(link.endpoint, reply, addresses, lengths, done)
         except LinkError:
             done(Outcome(-1, 0, b""))
             raise
