@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from bench import copy, match, memory, overhead, restart, scale, seal, traces, transport
+from bench import copy, handoff, match, memory, overhead, restart, scale, seal, traces, transport
 
 _ALL = {
     module.__name__.removeprefix("bench."): module
-    for module in (copy, match, seal, memory, transport, restart, overhead, traces, scale)
+    for module in (copy, match, seal, memory, transport, handoff, restart, overhead, traces, scale)
 }
 
 

@@ -52,6 +52,22 @@ def _transport(axes: Axes, record: dict[str, Any]) -> None:
     _legend(axes)
 
 
+def _handoff(axes: Axes, record: dict[str, Any]) -> None:
+    """Each row as far as it goes in half of the hand-offs, and in 99 of 100."""
+    rows = [row for row in record["rows"] if "last_blocks" in row]
+    names = [
+        f"{row['transport']}, last {row['last_blocks']} x {row['block_bytes'] >> 10:,} KiB" for row in rows
+    ]
+    _bars(
+        axes,
+        names,
+        {name: [row[f"{name}_us"] / 1e3 for row in rows] for name in ("block", "p50", "p99")},
+    )
+    axes.axvline(10, label="goal, without the block", **_GOAL)
+    axes.set(title="From the last seal to the other store's match", xlabel="ms; block: a read of one")
+    _legend(axes)
+
+
 def _match(axes: Axes, record: dict[str, Any]) -> None:
     for row in record["rows"]:
         rate = f"{row['rate_blocks_s']:,.0f} blocks/s each" if row["rate_blocks_s"] else "unpaced"
@@ -220,6 +236,7 @@ def _legend(axes: Axes) -> None:
 _DRAW = {
     "copy": _copy,
     "transport": _transport,
+    "handoff": _handoff,
     "match": _match,
     "seal": _seal,
     "memory": _memory,

@@ -1,13 +1,15 @@
-"""Blocks from another store over loopback, against a raw socket."""
+"""Blocks from another store over loopback, against a raw socket, and NIXL where it is."""
 
 from __future__ import annotations
 
+import os
+
 from bench.output import save
-from kvsieve_store.bench import transporting
+from kvsieve_store.bench import nixl, transporting
 
 
 def main() -> None:
-    save(transporting.measure())
+    save(transporting.measure(nixl_python=os.environ.get(nixl.PYTHON, "")))
 
 
 if __name__ == "__main__":

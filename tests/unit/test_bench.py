@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvsieve_store.bench import copying, matching, memory, sealing, summary, transporting
+from kvsieve_store.bench import copying, handing_over, matching, memory, sealing, summary, transporting
 from kvsieve_store.bench.report import Goal, Report
 from kvsieve_store.bench.saving import Load
 from kvsieve_store.bench.store import TemporaryStore
@@ -50,6 +52,28 @@ def test_transport() -> None:
     check(Report("transport", {}, report.rows[:-1]), 2, {"case", "bytes", "tcp_gb_s", "tcp_vs_raw"}, goals=0)
     assert set(report.rows[-1]["idle_percent"]) == {"reader", "store"}
     assert len(report.goals) == 2 * links + 2
+
+
+@pytest.mark.parametrize("python", ["/nowhere/python", sys.executable, "/bin/false"])
+def test_transport_says_why_nixl_is_left_out(python: str) -> None:
+    if python == sys.executable and importlib.util.find_spec("nixl_cu12"):
+        pytest.skip("it is there")
+    report = transporting.measure(
+        repetitions=1, cases=[], idle_seconds=0.1, memory=1 << 20, nixl_python=python
+    )
+    assert report.parameters["nixl"].startswith("nixl: ")
+    assert not any("NIXL" in goal.what for goal in report.goals)
+
+
+def test_handoff() -> None:
+    case = handing_over.Case(8192, step_blocks=2, steps=2, step_seconds=0.01)
+    report = handing_over.measure(
+        cases=[case], stream=case, repetitions=2, matches=5, keys=20, transports=["tcp"], pool_size="256MiB"
+    )
+    keys = {"transport", "block_bytes", "last_blocks", "block_us", "pulled_p50_us", "p50_us", "p99_us"}
+    check(Report("handoff", {}, report.rows[:1]), 1, keys, goals=0)
+    check(Report("handoff", {}, report.rows[1:]), 2, {"transport", "pulls", "match_p99_us"}, goals=0)
+    assert len(report.goals) == 2
 
 
 def test_match(bench_store: TemporaryStore) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Self
 
 from kvsieve_store.bench.blocks import chain, pool, random_keys
 from kvsieve_store.bench.report import Goal, Report, latencies_us
@@ -46,23 +46,43 @@ def measure(
     return Report("match", {"keys": keys, "matches": matches, "pause_s": pause}, rows, goals)
 
 
+class Matcher:
+    """StoreClient.match() in a process of its own, of `keys` keys that are all there, `matches` times with
+    `pause` seconds between two."""
+
+    def __init__(self, endpoint: str, spec: PoolSpec, keys: int, matches: int, pause: float) -> None:
+        self._here, there = spawn.Pipe()
+        arguments = (endpoint, spec, keys, matches, pause, there)
+        self._process = spawn.Process(target=_match, args=arguments, daemon=True)
+
+    def __enter__(self) -> Self:
+        """Waits until its keys are there."""
+        self._process.start()
+        receive(self._here)
+        return self
+
+    def go(self) -> list[float]:
+        """Seconds of each match."""
+        self._here.send("go")
+        seconds = receive(self._here)
+        assert isinstance(seconds, list)
+        return seconds
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._process.join(5.0)
+        self._process.kill()
+
+
 def _under(
     endpoint: str, spec: PoolSpec, load: Load, keys: int, matches: int, pause: float
 ) -> dict[str, Any]:
-    here, there = spawn.Pipe()
-    matcher = spawn.Process(target=_match, args=(endpoint, spec, keys, matches, pause, there), daemon=True)
-    matcher.start()
-    try:
-        receive(here)
-        with Savers(endpoint, spec, load) as savers:
-            savers.go()
-            here.send("go")
-            seconds = receive(here)
-            saved = savers.stop()
-    finally:
-        matcher.join(5.0)
-        matcher.kill()
-    assert isinstance(seconds, list)
+    with (
+        Matcher(endpoint, spec, keys, matches, pause) as matcher,
+        Savers(endpoint, spec, load) as savers,
+    ):
+        savers.go()
+        seconds = matcher.go()
+        saved = savers.stop()
     return {
         "savers": load.sessions,
         "rate_blocks_s": load.rate,

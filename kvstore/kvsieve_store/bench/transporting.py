@@ -1,4 +1,4 @@
-"""Blocks over the loopback interface by each transport, against a raw socket and UCX's own benchmark."""
+"""Blocks over loopback by each transport, against a raw socket, UCX's own benchmark and NIXL."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import psutil
 
 from kvsieve_store.addresses import TcpAddress
+from kvsieve_store.bench.nixl import PYTHON, Nixl
 from kvsieve_store.bench.report import Goal, Report
+from kvsieve_store.errors import KVSieveError, UnavailableError
 from kvsieve_store.transport.connect import connect
 from kvsieve_store.transport.description import Description
 from kvsieve_store.transport.exports import Exports
@@ -62,15 +65,17 @@ def measure(
     cases: Sequence[Case] = CASES,
     idle_seconds: float = 5.0,
     memory: int = 256 << 20,
+    nixl_python: str = "",
 ) -> Report:
     """Bytes/s of Link.read() as a share of a raw socket's, medians over interleaved repetitions; and the CPU
     time of both sides while nothing is read.
 
-    memory: bytes that are read from.
+    memory: bytes that are read from. nixl_python: an interpreter with nixl-cu12, to have NIXL read the same
+    ranges in the same turns; empty: without.
     """
     with _peer(memory) as (peer, process), ExitStack() as exits:
         links: dict[str, Any] = {}
-        buffer = np.zeros(max(case.count * case.size for case in cases), np.uint8)
+        buffer = np.zeros(max((case.count * case.size for case in cases), default=1 << 12), np.uint8)
         here = Memory([buffer])
         token = bytes.fromhex(peer["token"])
         description = Description.of(peer["description"].encode())
@@ -83,12 +88,23 @@ def measure(
             links[name] = connect(description, token, here, deadline, engine=engine, transports=[name])
             exits.callback(links[name].close)
         raw = exits.enter_context(socket.create_connection((_LOCAL, peer["raw_port"])))
-        rows = [_case(case, links, token, raw, buffer, memory, repetitions) for case in cases]
+        nixl, why_not = _nixl(nixl_python, memory, len(buffer), exits)
+        rows = [_case(case, links, token, raw, buffer, memory, repetitions, nixl) for case in cases]
         idle = _idle(process.pid, idle_seconds)
-    parameters = {"repetitions": repetitions, "memory_bytes": memory, "ucx": why_missing() or "there"}
+    parameters = {
+        "repetitions": repetitions,
+        "memory_bytes": memory,
+        "ucx": why_missing() or "there",
+        "nixl": why_not or "there",
+    }
     goals = [
         Goal(f"{name}, {case.name}, against a raw socket", row[f"{name}_vs_raw"], case.goal, "x")
         for name in links
+        for case, row in zip(cases, rows, strict=True)
+    ]
+    goals += [
+        Goal(f"{name}, {case.name}, against NIXL", row[f"{name}_vs_nixl"], 1.0, "x")
+        for name in (links if nixl else ())
         for case, row in zip(cases, rows, strict=True)
     ]
     goals += [
@@ -96,6 +112,16 @@ def measure(
         for side in idle
     ]
     return Report("transport", parameters, [*rows, {"idle_percent": idle}], goals)
+
+
+def _nixl(python: str, served: int, read: int, exits: ExitStack) -> tuple[Nixl | None, str]:
+    """It, or why it is left out."""
+    if not python:
+        return None, f"{PYTHON}: not set"
+    try:
+        return exits.enter_context(Nixl(python, served, read, _ucx_environ())), ""
+    except UnavailableError as error:
+        return None, str(error)
 
 
 def _case(
@@ -106,39 +132,53 @@ def _case(
     buffer: np.ndarray[Any, Any],
     memory: int,
     repetitions: int,
+    nixl: Nixl | None,
 ) -> dict[str, Any]:
     ranges, into = _ranges(case, memory)
     total = case.count * case.size
 
-    def raw_read() -> None:
+    def raw_read() -> float:
+        started = time.perf_counter()
         raw.sendall(total.to_bytes(8, "little"))
         view, got = buffer.data[:total], 0
         while got < total:
             got += raw.recv_into(view[got:], 0, socket.MSG_WAITALL)
+        return time.perf_counter() - started
 
-    def read(name: str) -> Callable[[], None]:
-        return lambda: links[name].read(token, ranges, into, time.monotonic() + _SECONDS)
+    def read(name: str) -> float:
+        started = time.perf_counter()
+        links[name].read(token, ranges, into, time.monotonic() + _SECONDS)
+        return time.perf_counter() - started
 
-    runs: dict[str, Callable[[], None]] = {"raw": raw_read, **{name: read(name) for name in links}}
+    runs: dict[str, Callable[[], float]] = {"raw": raw_read, **{name: partial(read, name) for name in links}}
+    if nixl is not None:
+        nixl.prepare(ranges[:, 0] * np.uint64(_BLOCK) + ranges[:, 1], into, case.size)
+        runs["nixl"] = lambda: nixl.read()[0]
     times: dict[str, list[float]] = {name: [] for name in runs}
     perftest: list[float] = []
     for turn in range(repetitions + 1):
         for name in list(runs) if turn % 2 else reversed(runs):
-            started = time.perf_counter()
-            runs[name]()
+            seconds = runs[name]()
             if turn:  # the first turn warms up
-                times[name].append(time.perf_counter() - started)
+                times[name].append(seconds)
         if turn % 5 == 1 and not case.scattered:
             perftest += _perftest(case.size)
+    read("tcp")
+    if nixl is not None and nixl.read()[1] != int(buffer[:: 1 << 12].sum()):
+        raise KVSieveError("bench: NIXL reads other bytes than the links")
     row: dict[str, Any] = {"case": case.name, "bytes": total}
     for name in runs:
         row[f"{name}_gb_s"] = round(total / statistics.median(times[name]) / 1e9, 2)
-        row[f"{name}_vs_raw"] = round(
-            statistics.median(r / t for r, t in zip(times["raw"], times[name], strict=True)), 3
-        )
+        row[f"{name}_vs_raw"] = _ratio(times["raw"], times[name])
+        if nixl is not None and name in links:
+            row[f"{name}_vs_nixl"] = _ratio(times["nixl"], times[name])
     if perftest:
         row["ucx_perftest_gb_s"] = round(statistics.median(perftest), 2)
     return row
+
+
+def _ratio(theirs: list[float], ours: list[float]) -> float:
+    return round(statistics.median(r / t for r, t in zip(theirs, ours, strict=True)), 3)
 
 
 def _ranges(case: Case, memory: int) -> tuple[U64Array, U64Array]:
@@ -163,8 +203,7 @@ def _perftest(size: int) -> list[float]:
         return []
     with socket.create_server((_LOCAL, 0)) as probe:
         port = probe.getsockname()[1]
-    environ = {**os.environ, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
-    environ |= {f"UCX_{name}": value for name, value in SETTINGS.items() if name.startswith("TCP_")}
+    environ = {**os.environ, **_ucx_environ()}
     command = [
         "ucx_perftest",
         "-p",
@@ -192,6 +231,12 @@ def _perftest(size: int) -> list[float]:
         server.kill()
         server.wait()
     return []
+
+
+def _ucx_environ() -> dict[str, str]:
+    """What makes any UCX take the way that ours takes here."""
+    tuned = {f"UCX_{name}": value for name, value in SETTINGS.items() if name.startswith("TCP_")}
+    return {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", **tuned}
 
 
 def _idle(pid: int, seconds: float) -> dict[str, float]:
