@@ -324,6 +324,7 @@ async def test_a_client_that_reads_nothing_is_dropped(upstream: Any, proxy: Any)
     [
         (b"{", 400, "not JSON"),
         (b"[1]", 400, "an object expected"),
+        (b"[" * 1_900, 400, "not JSON"),
         (b'"' + b"x" * 3000 + b'"', 413, "longer than 2,000 bytes"),
     ],
 )

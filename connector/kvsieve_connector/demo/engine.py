@@ -70,8 +70,9 @@ class Engine:
     def count_tokens(self, text: str) -> int:
         return int(self._post("/tokenize", {"model": self._name, "prompt": text})["count"])
 
-    def ask(self, prompt: str, max_tokens: int = _ANSWER_TOKENS) -> Answer:
-        """Streams the most likely answer. Raises DemoError."""
+    def ask(self, prompt: str, max_tokens: int = _ANSWER_TOKENS, proxy: str = "") -> Answer:
+        """Streams the most likely answer. proxy: URL that is asked in the engine's place. Raises
+        DemoError."""
         body = {
             "model": self._name,
             "messages": [{"role": "user", "content": prompt}],
@@ -83,7 +84,7 @@ class Engine:
         text, ttft, prompt_tokens = "", 0.0, 0
         started = time.monotonic()
         try:
-            with self._open("/v1/chat/completions", body) as lines:
+            with self._open("/v1/chat/completions", body, proxy) as lines:
                 for line in lines:
                     if not line.startswith(b"data: {"):
                         continue
@@ -123,9 +124,9 @@ class Engine:
         except OSError as error:
             raise self._failed(error) from error
 
-    def _open(self, path: str, body: dict[str, Any]) -> Any:
+    def _open(self, path: str, body: dict[str, Any], proxy: str = "") -> Any:
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        request = urllib.request.Request((proxy or self.url) + path, json.dumps(body).encode(), headers)
         return urllib.request.urlopen(request, timeout=_REQUEST_SECONDS)
 
     def _failed(self, error: Exception) -> DemoError:

@@ -17,7 +17,8 @@ from typing import Annotated, get_args
 import typer
 from rich.console import Console
 
-from kvsieve_connector.demo.engine import Engine
+from kvsieve_connector.demo.document import QUESTION, harbour_log, prompt
+from kvsieve_connector.demo.engine import Engine, wait_for
 from kvsieve_connector.demo.processes import Child, DemoError, free_port, tail
 from kvsieve_connector.demo.scenario import prepare_model
 from kvsieve_connector.demo.steps import Steps
@@ -26,6 +27,9 @@ from kvsieve_pd.proxy.settings import Flow, ProxySettings
 
 _PROXY_SECONDS = 30.0
 _POLL_SECONDS = 0.5
+_METRICS_SECONDS = 15.0
+_TRY_TOKENS = 300
+_PULLED, _PULLED_BYTES = "vllm:kvsieve_pulled_blocks_total", "vllm:kvsieve_pulled_bytes_total"
 
 
 def pd(
@@ -45,7 +49,8 @@ def pd(
     try:
         with ExitStack() as running:
             model = model or prepare_model(folder, Steps(console))
-            url, children = _start(model, port or free_port(), flow, folder, Steps(console), running)
+            url, decode, children = _start(model, port or free_port(), flow, folder, Steps(console), running)
+            _try(console, decode, url)
             _say(console, url, model.name, folder)
             _watch(children)
     except KeyboardInterrupt:
@@ -59,8 +64,9 @@ def pd(
 
 def _start(
     model: Path, port: int, flow: str, folder: Path, steps: Steps, running: ExitStack
-) -> tuple[str, list[Child]]:
-    """Everything, in order; `running` ends it. The proxy's URL, and the processes. Raises DemoError."""
+) -> tuple[str, Engine, list[Child]]:
+    """Everything, in order; `running` ends it. The proxy's URL, the decode engine, and the processes. Raises
+    DemoError."""
     stores: dict[str, DemoStore] = {}
     peers = {role: f"127.0.0.1:{free_port()}" for role in ("prefill", "decode")}
     for role, address in peers.items():
@@ -89,7 +95,24 @@ def _start(
     with steps.step("start the proxy"):
         proxy.wait_until(lambda: _answers(url), _PROXY_SECONDS)
     children = [store.child for store in stores.values()] + [engine.child for engine in engines.values()]
-    return url, [*children, proxy]
+    return url, engines["decode"], [*children, proxy]
+
+
+def _try(console: Console, decode: Engine, url: str) -> None:
+    """A first request, whose prompt takes several blocks, and what of it came from the prefill host. Raises
+    DemoError when nothing did."""
+    document = harbour_log(decode.count_tokens, _TRY_TOKENS)
+    answer = decode.ask(prompt(document, QUESTION), proxy=url)
+    pulled = int(wait_for(lambda: decode.counter(_PULLED), 1, _METRICS_SECONDS))
+    if not pulled:
+        raise DemoError("the decode host answered without a block from the prefill host", decode.child.log)
+    megabytes = decode.counter(_PULLED_BYTES) / 1e6
+    console.print(
+        f"asked with a prompt of {answer.prompt_tokens:,} tokens: {pulled} blocks pulled "
+        f"({megabytes:.1f} MB), first token after {answer.ttft:.1f} s: {answer.text}",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _say(console: Console, url: str, model: str, folder: Path) -> None:

@@ -167,7 +167,7 @@ async def _body(request: web.Request) -> Body:
     text = await request.read()
     try:
         value: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise BadRequest(f"the body is a JSON {type(value).__name__}, an object expected")
