@@ -18,7 +18,7 @@ from kvsieve_store.bench.matching import Matcher
 from kvsieve_store.bench.report import Goal, Report, latencies_us
 from kvsieve_store.bench.saving import ATTACH_SECONDS, receive, spawn
 from kvsieve_store.bench.store import TemporaryStore
-from kvsieve_store.client import ArenaMap, StoreClient
+from kvsieve_store.client import AdminClient, ArenaMap, StoreClient
 from kvsieve_store.client.remote import RemoteBlocks
 from kvsieve_store.errors import KVSieveError
 from kvsieve_store.protocol.spec import PoolSpec
@@ -165,6 +165,9 @@ class _HandOffs:
         self._writer.join(5.0)
         self._writer.kill()
         self._reader.close()
+        for endpoint in (self._pair.source, self._pair.target):
+            with AdminClient(endpoint) as admin:
+                admin.clear()  # all the room to the next one
 
     def one(self, check: bool = False) -> tuple[float, float]:
         """One prompt: seconds from the call that seals its last block until the pull is over, and until the
@@ -172,12 +175,14 @@ class _HandOffs:
         keys = self.last_keys = random_keys(self._blocks)
         pull = self._reader.pull_async(self._address, keys, seconds=_PULL_SECONDS, wait_seconds=_PULL_SECONDS)
         self._here.send(keys)
-        pull.result(_PULL_SECONDS)
+        came = pull.result(2 * _PULL_SECONDS)
         pulled = time.monotonic()
+        if came.present < self._blocks:
+            raise KVSieveError(f"bench: {came.present} of {self._blocks} blocks came: {came.reason}")
         match = self._reader.match(keys)
         matched = time.monotonic()
         if len(match.refs) != self._blocks:
-            raise KVSieveError(f"bench: {len(match.refs)} of {self._blocks} blocks came")
+            raise KVSieveError(f"bench: {len(match.refs)} of {self._blocks} blocks match")
         if check:
             with ArenaMap(self._reader.wait_attached(ATTACH_SECONDS)) as arena:
                 if not all(
@@ -224,7 +229,7 @@ def _write(endpoint: str, spec: PoolSpec, case: Case, pipe: Connection) -> None:
             while True:
                 try:
                     keys = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     return
                 at, due, parent, sealed = 0, time.monotonic(), b"", 0.0
                 for count in case.batches:
