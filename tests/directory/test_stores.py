@@ -244,7 +244,7 @@ def test_a_directory_that_lies_does_no_harm(redis: RedisServer, start_host: Star
     keys = chain(10)
     client.set(store_name(5), address.encode("latin-1"))
     for key in keys:
-        client.sadd(block_name(SPEC.pool_id(), key), 5, "words", b"\xff", str(2**70))
+        client.sadd(block_name(SPEC.pool_id(), key), 5, "words", b"\xff", str(2**70), "9" * 5000)
     assert len(fetch(target, keys).refs) == 0
     client.delete(block_name(SPEC.pool_id(), keys[0]))
     client.set(block_name(SPEC.pool_id(), keys[0]), "not a set")

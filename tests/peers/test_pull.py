@@ -221,6 +221,21 @@ class TestWaiting:
         source.settled()
         target.settled()
 
+    def test_who_waits_for_another_pull_has_its_own_patience(self, pair: Pair) -> None:
+        source, target = pair
+        source.client.wait_attached(WAIT)
+        target.client.wait_attached(WAIT)
+        keys = chain(10)
+        first = target.client.pull_async(source.store.endpoint, keys, seconds=WAIT, wait_seconds=WAIT)
+        while not source.metric("kvsieve_peer_waiting_offers"):
+            time.sleep(0.01)
+        second = target.pull(source.store.endpoint, keys, wait_seconds=0.2)
+        assert (second.present, "no more" in second.reason, first.done()) == (0, True, False)
+        source.save(10)
+        assert first.result(WAIT).pulled == 10
+        source.settled()
+        target.settled()
+
     def test_what_is_cancelled_waits_no_more(self, pair: Pair) -> None:
         source, target = pair
         source.client.wait_attached(WAIT)
@@ -264,8 +279,11 @@ class TestHolds:
         assert source.client.hold(keys + chain(2, start=50), seconds=60) == 10
         assert (self.leases(source), source.metric("kvsieve_peer_holds")) == (1, 1)
         target.pull(source.store.endpoint, keys[:9])
+        while source.metric("kvsieve_peer_offers"):
+            time.sleep(0.01)
         assert source.metric("kvsieve_peer_holds") == 1
         target.pull(source.store.endpoint, keys)
+        source.settled()
         assert source.metric("kvsieve_peer_holds") == 0
         assert source.metric("kvsieve_peer_taken_holds_total") == 1
         source.settled()
@@ -274,6 +292,7 @@ class TestHolds:
         source, target = pair
         keys = source.save(10)
         target.pull(source.store.endpoint, keys)
+        source.settled()
         assert source.client.hold(keys, seconds=60) == 0
         source.settled()
         assert source.client.hold(keys, seconds=1) == 10  # another hand-off of the same prompt
@@ -320,6 +339,7 @@ class TestOnce:
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
         answer = target.pull(address, keys)
+        target.settled()
         server.stop(0)
         assert (answer.present, answer.damaged) == (6, 2)
         assert "damaged" in answer.reason

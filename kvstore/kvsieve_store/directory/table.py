@@ -22,6 +22,8 @@ _BLOCK = b"kvsieve:1:b:"
 _STORE = b"kvsieve:1:s:"
 _POOL_BYTES = 16
 _MAX_ADDRESS = 256
+_MAX_DIGITS = 20
+"""Of a store's number; int() refuses a text of thousands."""
 
 
 class TableError(Exception):
@@ -98,7 +100,10 @@ class Table:
         """Of each key the numbers of up to HOLDERS stores."""
         calls = [("SRANDMEMBER", block_name(pool_id, key), HOLDERS) for key in keys]
         found = await self._call(calls, seconds)
-        return [[int(number) for number in numbers if number.isdigit()] for numbers in found]
+        return [
+            [int(number) for number in numbers if number.isdigit() and len(number) < _MAX_DIGITS]
+            for numbers in found
+        ]
 
     async def addresses(self, stores: Sequence[int], seconds: float) -> list[str]:
         """Of each store; empty when it does not live."""

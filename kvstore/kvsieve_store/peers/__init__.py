@@ -2,5 +2,6 @@
 
 plan.py: what a pull still has to do (no I/O). pull.py: does it. fetch.py: from whoever the
 directory knows. offers.py: the other side. links.py:
-connections, their turns and counters. plane.py: this store's end of the data plane.
+connections, their turns and counters. plane.py: this store's end of the data plane. threads.py: calls that
+block, from the event loop.
 """

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 from kvsieve_store.errors import KVSieveError, LinkError
 from kvsieve_store.peers.plane import DataPlane
+from kvsieve_store.peers.threads import in_thread
 from kvsieve_store.transport.base import Link
 from kvsieve_store.transport.connect import connect
 from kvsieve_store.transport.description import Description
 from kvsieve_store.transport.memory import U64Array
-
-T = TypeVar("T")
 
 IDLE_SECONDS = 60.0
 
@@ -88,9 +84,11 @@ class PeerLinks:
         async with peer.turn:
             try:
                 await self._read(peer, description, token, ranges, into, time.monotonic() + seconds)
-            except (LinkError, asyncio.CancelledError) as error:
-                peer.counters.failures += isinstance(error, LinkError)
-                await asyncio.shield(self._drop(peer))
+            except BaseException as error:
+                is_broken = isinstance(error, LinkError)
+                peer.counters.failures += is_broken
+                if is_broken or not isinstance(error, KVSieveError):
+                    await self._drop(peer)
                 raise
 
     async def _read(
@@ -105,25 +103,22 @@ class PeerLinks:
         if peer.description != description:
             await self._drop(peer)
         if peer.link is None:
-            plane = self._plane
-            peer.link = await self._run(
-                partial(
-                    connect,
-                    description,
-                    token,
-                    plane.memory,
-                    deadline,
-                    engine=plane.engine,
-                    transports=plane.transports,
-                )
-            )
-            peer.description = description
+            await in_thread(self._plane.threads, partial(self._connect, peer, description, token, deadline))
+        assert peer.link is not None
         link, started = peer.link, time.monotonic()
-        await self._run(partial(link.read, token, ranges, into, deadline), link.close)
+        await in_thread(self._plane.threads, partial(link.read, token, ranges, into, deadline), link.close)
         peer.used = time.monotonic()
         counters, name = peer.counters, link.transport
         counters.bytes[name] += int(ranges[:, 2].sum())
         counters.seconds[name] = counters.seconds.get(name, 0.0) + peer.used - started
+
+    def _connect(self, peer: _Peer, description: Description, token: bytes, deadline: float) -> None:
+        """In a thread: who is cancelled meanwhile finds the link, and drops it."""
+        plane = self._plane
+        peer.link = connect(
+            description, token, plane.memory, deadline, engine=plane.engine, transports=plane.transports
+        )
+        peer.description = description
 
     async def close_idle(self) -> None:
         """Ends links that nobody has used for a minute, and forgets peers when there are too many."""
@@ -149,18 +144,4 @@ class PeerLinks:
     async def _drop(self, peer: _Peer) -> None:
         link, peer.link, peer.description = peer.link, None, None
         if link is not None:
-            await self._run(link.close)
-
-    async def _run(self, call: Callable[[], T], end: Callable[[], None] | None = None) -> T:
-        """In a thread, and never left behind there: who is cancelled waits until the thread is done, which
-        `end` makes soon."""
-        loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._plane.threads, call)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            if end is not None:
-                await asyncio.shield(loop.run_in_executor(None, end))
-            with suppress(KVSieveError):
-                await asyncio.shield(future)
-            raise
+            await in_thread(self._plane.threads, link.close)

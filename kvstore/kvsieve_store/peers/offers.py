@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from kvsieve.v1 import peer_pb2 as pb
 from kvsieve_store.errors import InvalidRequestError, NotFoundError, UnavailableError
 from kvsieve_store.peers.holds import Holds
-from kvsieve_store.peers.plane import DataPlane
+from kvsieve_store.peers.plane import SHORT_BYTES, DataPlane
 from kvsieve_store.peers.waits import SealWaits
-from kvsieve_store.protocol.limits import KEY_BYTES, MAX_LEASE_MS
+from kvsieve_store.protocol.limits import KEY_BYTES, MAX_LEASE_MS, MAX_MATCH_KEYS
 from kvsieve_store.server.core import Core, InnerSession
+from kvsieve_store.state.arrays import as_keys
+from kvsieve_store.transport.memory import U64Array
 
 _log = logging.getLogger(__name__)
 
@@ -47,13 +49,14 @@ class Offers:
         return len(self._offers)
 
     async def offer(self, request: pb.OfferRequest, peer: str) -> pb.OfferResponse:
-        """peer: who asks, as gRPC names it. Raises what kvsieve.v1.Peer.Offer says."""
+        """peer: the host that asks. Raises what kvsieve.v1.Peer.Offer says."""
         plane, core = self._plane, self._core
         if plane.description is None:
             raise UnavailableError("peer_listen: not set; this store serves no peers")
         _check_lease(request.lease_ms)
         if request.wait_ms > MAX_WAIT_MS:
             raise InvalidRequestError(f"wait_ms: {request.wait_ms} given, 0 to {MAX_WAIT_MS} allowed")
+        as_keys("keys", request.keys, 1, MAX_MATCH_KEYS)  # before it waits for one of them
         spec = core.state.spec_of(request.pool_id)
         if request.wait_ms and not core.state.has(request.pool_id, request.keys[:KEY_BYTES]):
             await self._wait(request, peer)
@@ -72,16 +75,8 @@ class Offers:
         offered = request.keys[: len(offsets) * KEY_BYTES]
         offer = self._offers[token] = _Offer(session, math.inf, offered)
         self.blocks += len(offsets)
-        digests = b""
         try:
-            if request.digests:
-                # Counts as reading: the blocks stay until the thread is done with them.
-                export = plane.exports.begin(token)
-                future = asyncio.get_running_loop().run_in_executor(
-                    plane.threads, plane.digests, offsets, layout.slot_bytes
-                )
-                future.add_done_callback(lambda _: plane.exports.end(export))
-                digests = await future
+            digests = await self._digests(token, offsets, layout.slot_bytes) if request.digests else b""
         except BaseException:
             self.withdraw(token)
             raise
@@ -93,6 +88,16 @@ class Offers:
             description=plane.description.pack(),
             digests=digests,
         )
+
+    async def _digests(self, token: bytes, offsets: U64Array, size: int) -> bytes:
+        plane = self._plane
+        if len(offsets) * size <= SHORT_BYTES:
+            return plane.digests(offsets, size)
+        # Counts as reading: the blocks stay until the thread is done with them.
+        export = plane.exports.begin(token)
+        future = asyncio.get_running_loop().run_in_executor(plane.hashers, plane.digests, offsets, size)
+        future.add_done_callback(lambda _: plane.exports.end(export))
+        return await future
 
     async def _wait(self, request: pb.OfferRequest, peer: str) -> None:
         """Until the first key is sealed, or the time is over."""

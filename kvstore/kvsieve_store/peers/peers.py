@@ -31,5 +31,6 @@ class Peers:
 
     async def close(self) -> None:
         """Returns once nobody touches the arena any more."""
+        await self.puller.close()
         await self.links.close()
         self.plane.close()

@@ -25,7 +25,14 @@ from kvsieve_store.transport.ucx.listener import UcxListener
 _log = logging.getLogger(__name__)
 
 DIGEST_BYTES = 32
-_THREADS = 8
+
+SHORT_BYTES = 512 << 10
+"""Up to so many are hashed in the event loop, in less than 0.3 ms: to wake a thread takes longer."""
+
+_THREADS = 64
+"""Each waits for one peer: those that hang, until they are given up, must not keep others waiting."""
+
+_HASHERS = 4
 
 MAX_OFFERS = 256
 """At a time; each takes a session of the store's."""
@@ -35,8 +42,8 @@ class DataPlane:
     """Serves exports of the arena where `peer_listen` says, and reads other stores' into it.
 
     memory: the arena; offsets are those of protocol.layout. exports: what peers may read. engine: UCX, None
-    without. threads: for calls that block. description: what peers need to connect; None when no peers are
-    served.
+    without. threads: for calls that wait for a peer. hashers: for digests. description: what peers need to
+    connect; None when no peers are served.
     """
 
     def __init__(self, settings: StoreSettings, arena: Arena) -> None:
@@ -47,6 +54,8 @@ class DataPlane:
         self.exports = Exports(self.memory, MAX_OFFERS)
         self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvsieve-peers")
         self._exits.callback(self.threads.shutdown)
+        self.hashers = ThreadPoolExecutor(_HASHERS, thread_name_prefix="kvsieve-hashers")
+        self._exits.callback(self.hashers.shutdown)
         self._listeners: list[TcpListener | UcxListener] = []
         self.transports = settings.transports
         self.engine = self._start_engine(settings)

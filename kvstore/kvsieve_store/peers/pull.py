@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -28,7 +29,8 @@ from kvsieve_store.errors import (
 )
 from kvsieve_store.peers.links import PeerLinks
 from kvsieve_store.peers.plan import PullPlan
-from kvsieve_store.peers.plane import DIGEST_BYTES, DataPlane
+from kvsieve_store.peers.plane import DIGEST_BYTES, SHORT_BYTES, DataPlane
+from kvsieve_store.peers.threads import in_thread
 from kvsieve_store.protocol.limits import KEY_BYTES, MAX_BATCH
 from kvsieve_store.server.core import Core, InnerSession
 from kvsieve_store.state import Grant, Session
@@ -90,6 +92,7 @@ class Puller:
         self._plane = plane
         self._links = links
         self._running: dict[asyncio.Timeout, tuple[Session, _Pull]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self.claims: dict[tuple[str, bytes, bytes], _Pull] = {}
         """(source, pool id, key) -> the pull that brings the block; others of the same source wait for it."""
         self.waits = 0
@@ -122,7 +125,7 @@ class Puller:
         is not ready).
         """
         target = self._target(request.source)
-        if self.pulls >= MAX_PULLS:
+        if self.pulls + len(self._closing) >= MAX_PULLS:
             raise CapacityError(f"pulls: {MAX_PULLS} are under way, the most; try again later")
         inner = self._core.open_inner_session(session.pool.spec, f"peer (pull from {request.source})")
         pull = _Pull(self, inner, target, keys, request, is_fetch)
@@ -139,7 +142,10 @@ class Puller:
             )
         finally:
             del self._running[deadline]
-            self._core.end_inner_session(inner)
+            # Behind the answer: nobody who waits for these blocks waits for the peer to have its own back.
+            closing = asyncio.create_task(pull.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
         return pull.plan, pull.error
 
     def coming(self, pool_id: bytes, key: bytes) -> asyncio.Event | None:
@@ -156,6 +162,11 @@ class Puller:
         for deadline, (session, _) in self._running.items():
             if session.ended and not deadline.expired():
                 deadline.reschedule(0)
+
+    async def close(self) -> None:
+        """Returns once the peers have their blocks back, as far as they listen."""
+        if self._closing:
+            await asyncio.wait(self._closing)
 
     def _target(self, source: str) -> str:
         """What gRPC connects to. Raises InvalidRequestError."""
@@ -174,16 +185,6 @@ class Puller:
                 "authenticated; to pull from there all the same start the store with --allow-insecure-tcp"
             )
         return address.host_port
-
-    async def in_thread(self, call: Any, *arguments: Any) -> Any:
-        """Waits for the thread even when it is cancelled: what it reads must not change under it."""
-        future = asyncio.get_running_loop().run_in_executor(self._plane.threads, call, *arguments)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            with suppress(Exception):
-                await asyncio.shield(future)
-            raise
 
 
 class _Pull:
@@ -227,7 +228,7 @@ class _Pull:
         """Set, and another one made, when blocks have come or the pull is over."""
 
     async def run(self) -> None:
-        """To the end of the plan; errors of the peer's end it as its reason."""
+        """To the end of the plan; errors of the peer's end it as its reason. close() has to follow."""
         plan = self.plan
         self._moved_at = asyncio.get_running_loop().time()
         self._look_here()
@@ -242,7 +243,13 @@ class _Pull:
                     plan.stop(str(error))
         finally:
             self._unclaim()
-            await asyncio.shield(self._leave())
+
+    async def close(self) -> None:
+        """Gives the peer its blocks back, and the store the session."""
+        try:
+            await self._leave()
+        finally:
+            self._core.end_inner_session(self._inner)
 
     def _open_channel(self) -> None:
         """One of the pull's own, and a new one after a failure: gRPC's back-off would come on top of ours."""
@@ -313,13 +320,17 @@ class _Pull:
 
     async def _ask(self) -> None:
         await self._withdraw()
-        if (others := self._claim()) is not None:
-            await others.wait()
-            self._look_here()
-            return
-        self._first = self.plan.present
         loop = asyncio.get_running_loop()
         left = max(self._moved_at + self._wait_seconds - loop.time(), 0.0)
+        if (others := self._claim()) is not None:
+            try:
+                async with asyncio.timeout(left if self._wait_seconds else None):
+                    await others.wait()
+                self._look_here()
+            except TimeoutError:  # who brings them may have more patience
+                self.plan.offered(0)
+            return
+        self._first = self.plan.present
         wait = min(left, WAIT_SLICE_SECONDS)
         request = pb.OfferRequest(
             pool_id=self._pool_id,
@@ -374,10 +385,11 @@ class _Pull:
                 await self._links.read(
                     self.source, self._description, self._offer.token, ranges, into, READ_SECONDS
                 )
-            except NotFoundError as error:  # it was not renewed in time: another one is asked for
-                raise LinkError(str(error)) from None
+            except NotFoundError as error:  # the offer has run out: it is asked for anew
+                raise UnavailableError(str(error)) from None
             wanted = self._offer.digests[at * DIGEST_BYTES : (at + count) * DIGEST_BYTES]
-            good = await self._puller.in_thread(_sound, self._plane, into, size, wanted)
+            check = partial(_sound, self._plane, into, size, wanted)
+            good = check() if count * size <= SHORT_BYTES else await in_thread(self._plane.hashers, check)
         except BaseException:
             core.give_back_inner(self._inner, grant)
             raise

@@ -22,7 +22,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         self._core = core
 
     async def Offer(self, request: pb.OfferRequest, context: Context) -> pb.OfferResponse:
-        return await self._peers.offers.offer(request, context.peer())
+        host, _, _ = context.peer().rpartition(":")  # without the port: each pull has a connection of its own
+        return await self._peers.offers.offer(request, host)
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
         self._peers.offers.renew(request.token, request.lease_ms)

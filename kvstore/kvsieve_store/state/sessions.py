@@ -86,7 +86,7 @@ class SessionTable:
         return self._ordinals[-1]
 
     def add(self, session: Session) -> None:
-        self._ordinals.remove(session.ordinal)
+        assert self._ordinals.pop() == session.ordinal
         self._sessions[session.session_id] = session
 
     def remove(self, session: Session) -> None:

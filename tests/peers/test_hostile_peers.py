@@ -1,0 +1,206 @@
+"""Peers that lie, hang, or ask for more than their part: they cost themselves, and nobody else."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+
+import grpc
+import numpy as np
+import pytest
+
+from kvsieve.v1 import peer_pb2 as pb
+from kvsieve.v1 import peer_pb2_grpc
+from kvsieve_store.addresses import TcpAddress, parse_address
+from kvsieve_store.peers.waits import MAX_WAITS_PER_PEER
+from tests.conftest import StoreProcess, free_port
+from tests.peers.conftest import BLOCK, SPEC, WAIT, Host, host
+from tests.protocol.client_stores import chain
+
+Pair = tuple[Host, Host]
+Change = Callable[[pb.OfferResponse], object]
+
+pytestmark = pytest.mark.parametrize("transport", ["tcp"], indirect=True)
+
+
+class _Liar(peer_pb2_grpc.PeerServicer):
+    """Offers what `source` offers, changed."""
+
+    def __init__(self, source: Host, change: Change) -> None:
+        self.source, self.change = source, change
+        self.offers = 0
+        self.token = b""
+
+    def Offer(self, request: pb.OfferRequest, context: object) -> pb.OfferResponse:
+        self.offers += 1
+        offer = self.source.peer.Offer(request)
+        self.source.peer.Withdraw(pb.WithdrawRequest(token=self.token))
+        self.token = offer.token
+        self.change(offer)
+        return offer
+
+    def Withdraw(self, request: pb.WithdrawRequest, context: object) -> pb.WithdrawResponse:
+        return self.source.peer.Withdraw(pb.WithdrawRequest(token=self.token))
+
+
+@contextmanager
+def liar(source: Host, change: Change) -> Iterator[tuple[str, _Liar]]:
+    """Its address, and it."""
+    server = grpc.server(ThreadPoolExecutor(4))
+    servicer = _Liar(source, change)
+    peer_pb2_grpc.add_PeerServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield address, servicer
+    finally:
+        server.stop(0)
+
+
+def _elsewhere(address: str) -> Change:
+    def change(offer: pb.OfferResponse) -> None:
+        offer.description = json.dumps({"tcp": address}).encode()
+
+    return change
+
+
+LIES: dict[str, Change] = {
+    "more blocks than asked for": lambda offer: setattr(offer, "blocks", 4000),
+    "larger blocks": lambda offer: setattr(offer, "slot_bytes", 2 * BLOCK),
+    "no size": lambda offer: setattr(offer, "slot_bytes", 0),
+    "digests are missing": lambda offer: setattr(offer, "digests", offer.digests[:-1]),
+    "all digests are wrong": lambda offer: setattr(offer, "digests", bytes(len(offer.digests))),
+    "another token": lambda offer: setattr(offer, "token", bytes(16)),
+    "a short token": lambda offer: setattr(offer, "token", b"x"),
+    "no description": lambda offer: setattr(offer, "description", b""),
+    "a description that is none": lambda offer: setattr(offer, "description", b"\xff{"),
+    "a path as its address": _elsewhere("unix:///etc/passwd"),
+    "an address where nobody is": _elsewhere("127.0.0.1:1"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_costs_the_pull_only(pair: Pair, lie: str) -> None:
+    source, target = pair
+    keys = source.save(10)
+    target.client.wait_attached(WAIT)
+    with liar(source, LIES[lie]) as (address, _):
+        call = target.start_pull(address, keys)
+        assert call.exception(WAIT) is not None or call.result().present == 0
+        target.settled()
+    assert target.holds(keys) == 0
+    assert target.pull(source.store.endpoint, keys).present == 10
+    assert target.holds(keys) == 10
+    target.settled()
+    source.settled()
+
+
+def test_an_offer_that_has_run_out_is_asked_for_anew(pair: Pair) -> None:
+    source, target = pair
+    keys = source.save(10)
+
+    def late(offer: pb.OfferResponse) -> None:
+        if server.offers == 1:
+            source.peer.Withdraw(pb.WithdrawRequest(token=offer.token))
+
+    with liar(source, late) as (address, server):
+        answer = target.pull(address, keys)
+        assert (answer.present, answer.reason, server.offers) == (10, "", 2)
+        target.settled()
+    source.settled()
+
+
+def test_peers_that_hang_keep_no_others_waiting(pair: Pair) -> None:
+    source, target = pair
+    keys = source.save(10)
+    target.client.wait_attached(WAIT)
+    with ExitStack() as exits:
+        silent = exits.enter_context(socket.create_server(("127.0.0.1", 0)))
+        change = _elsewhere(f"127.0.0.1:{silent.getsockname()[1]}")
+        calls = []
+        for _ in range(12):
+            address, server = exits.enter_context(liar(source, change))
+            calls.append(target.start_pull(address, keys[:1]))
+            while not server.offers:
+                time.sleep(0.01)
+        time.sleep(0.2)  # all of them read
+        answer = target.pull(source.store.endpoint, keys, seconds=5.0)
+        assert (answer.present, answer.reason) == (10, "")
+        for call in calls:
+            call.cancel()
+        target.settled()
+    source.settled()
+
+
+def test_a_host_has_its_part_of_the_waits_however_many_connections_it_has(
+    start_store: Callable[..., StoreProcess], transport: str
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    request = pb.OfferRequest(pool_id=SPEC.pool_id(), keys=chain(1)[0], lease_ms=1000, wait_ms=60_000)
+    with host(start_store, "--listen", address) as source, ExitStack() as exits:
+        source.client.wait_attached(WAIT)
+        calls = []
+        for _ in range(8):
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            channel = exits.enter_context(grpc.insecure_channel(address, options=options))
+            stub = peer_pb2_grpc.PeerStub(channel)
+            calls += [stub.Offer.future(request) for _ in range(MAX_WAITS_PER_PEER // 8)]
+        while source.metric("kvsieve_peer_waiting_offers") < MAX_WAITS_PER_PEER:
+            time.sleep(0.01)
+        another = exits.enter_context(grpc.insecure_channel(address))
+        with pytest.raises(grpc.RpcError) as caught:
+            peer_pb2_grpc.PeerStub(another).Offer(request, timeout=10)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for call in calls:
+            call.cancel()
+        source.settled()
+
+
+@pytest.mark.parametrize("keys", [b"", b"x", bytes(33), bytes(32 * 32_769)])
+def test_keys_that_are_none_are_not_waited_for(pair: Pair, keys: bytes) -> None:
+    source, _ = pair
+    source.client.wait_attached(WAIT)
+    request = pb.OfferRequest(pool_id=SPEC.pool_id(), keys=keys, lease_ms=1000, wait_ms=60_000)
+    with pytest.raises(grpc.RpcError) as caught:
+        source.peer.Offer(request, timeout=10)
+    assert (caught.value.code().name, "keys" in caught.value.details()) == ("INVALID_ARGUMENT", True)
+
+
+def test_garbage_on_both_ports_disturbs_no_pull(pair: Pair) -> None:
+    source, target = pair
+    keys = source.save(60)
+    offer = source.peer.Offer(pb.OfferRequest(pool_id=SPEC.pool_id(), keys=keys[0], lease_ms=60_000))
+    source.peer.Withdraw(pb.WithdrawRequest(token=offer.token))
+    data = parse_address(json.loads(offer.description)["tcp"])
+    assert isinstance(data, TcpAddress)
+    ports = [
+        (socket.AF_INET, (data.host, data.port)),
+        (socket.AF_UNIX, str(source.store.socket)),
+    ]
+    rng, stop = np.random.default_rng(0), threading.Event()
+
+    def shout(family: int, address: object) -> int:
+        count = 0
+        while not stop.is_set():
+            with suppress(OSError), socket.socket(family) as sock:
+                sock.connect(address)
+                sock.sendall(rng.bytes(int(rng.integers(1, 2000))))
+                count += 1
+        return count
+
+    with ThreadPoolExecutor() as pool:
+        shouting = [pool.submit(shout, *port) for port in ports]
+        try:
+            for n in range(1, 7):
+                assert target.pull(source.store.endpoint, keys[: 10 * n]).present == 10 * n
+        finally:
+            stop.set()
+        assert all(shouted.result(WAIT) for shouted in shouting)
+    assert target.holds(keys) == 60
+    target.settled()
+    source.settled()
