@@ -15,7 +15,7 @@ GENERATE := $(BIN)/uv run -q --isolated --no-project --python $(BIN)/python \
 	--with grpcio-tools==1.76.0 --with 'setuptools<81' bash proto/generate.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo pd test test-pd lint bench-store bench bench-traces test-gpu bench-gpu proto clean
+.PHONY: help demo pd test test-pd lint bench-store bench bench-traces quality test-gpu bench-gpu proto clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list.
@@ -49,6 +49,9 @@ bench: $(VENV)/.engine ## Run every benchmark that needs no GPU, with the real e
 
 bench-traces: $(VENV)/.engine ## Hit rates and waits of hot buffers and prefetch policies, by recorded traces. Three minutes.
 	@$(BIN)/python -m bench traces $(ARGS)
+
+quality: $(VENV)/.engine ## What sparse mode costs a dense model: recall, perplexity, pass keys. SHORT=1: a few cases.
+	@$(BIN)/python -m bench.quality $(if $(SHORT),--short) $(ARGS)
 
 test-gpu: ## On a GPU host with kvsieve and vLLM installed: the tests that need a CUDA device. About ten minutes.
 	@$(GPU_PYTHON) -m pytest -s tests/gpu $(ARGS)

@@ -198,6 +198,38 @@ def _scale(panels: Any, record: dict[str, Any]) -> None:
         axes.legend(fontsize=6, loc="upper left")
 
 
+def _quality(panels: Any, record: dict[str, Any]) -> None:
+    """Recall by budget and by layer, perplexity and pass keys by budget; a list of blocks per KV head."""
+    rows = [row for row in record["rows"] if not row["shared"] and not row.get("dense_layers")]
+    longest = max((row["tokens"] for row in rows if row["part"] == "needles"), default=0)
+    budgets = record["parameters"]["budgets"]
+    for axes, part, value, title in (
+        (panels[0], "recall", "recall", "Attention in the picked blocks"),
+        (panels[2], "perplexity", "ratio", "Perplexity, dense = 1"),
+        (panels[3], "needles", "accuracy", f"Pass keys found, {longest:,} tokens"),
+    ):
+        some = [row for row in rows if row["part"] == part and row.get("tokens", longest) == longest]
+        for i, name in enumerate(dict.fromkeys(row["selector"] for row in some)):
+            own = [row for row in some if row["selector"] == name]
+            if name == "dense":
+                axes.axhline(np.mean([row[value] for row in own]), label=name, **_GOAL)
+                continue
+            means = [np.mean([row[value] for row in own if row["budget_tokens"] == each]) for each in budgets]
+            axes.plot(budgets, means, marker="os^vDx"[i % 6], markersize=3, linewidth=1, label=name)
+        axes.set(title=title, xlabel="budget, tokens (log)", xscale="log")
+        axes.set_xticks(budgets, [f"{each:,}" for each in budgets])
+        axes.minorticks_off()
+    budget = max(each for each in budgets if each <= 1024)
+    for row in rows:
+        if row["part"] == "recall" and row["budget_tokens"] == budget and row["text"] == rows[0]["text"]:
+            panels[1].plot(row["layers"], linewidth=1, label=row["selector"])
+    panels[1].set(title=f"The same by layer, {budget:,} tokens", xlabel="layer")
+    for axes in panels:
+        axes.set_title(axes.get_title(), fontsize=9)
+        if axes.has_data():
+            axes.legend(fontsize=6)
+
+
 def _lines(axes: Axes, rows: list[dict[str, Any]], group: str, value: str) -> None:
     """A line per value of `group`, over hot_rows_k."""
     for i, name in enumerate(dict.fromkeys(row[group] for row in rows)):
@@ -244,5 +276,6 @@ _DRAW = {
     "overhead": _overhead,
     "traces": _traces,
     "scale": _scale,
+    "quality": _quality,
 }
-_PANELS = {"traces": 3, "scale": 3}
+_PANELS = {"traces": 3, "scale": 3, "quality": 4}

@@ -39,8 +39,8 @@ def traces() -> list[Trace]:
     return found
 
 
-def _text(name: str) -> str:
-    """What comes with Python: its language reference, or the source of two modules."""
+def text(name: str) -> str:
+    """The text of that name, one of TEXTS: Python's language reference, or the source of two modules."""
     if name == "docs":
         from pydoc_data.topics import topics
 
@@ -84,7 +84,7 @@ def _record(folder: Path) -> None:
         path, dtype=torch.float32, attn_implementation="kvsieve_record"
     ).model
     for name in TEXTS:
-        ids = tokenizer(_text(name), return_tensors="pt", truncation=True, max_length=TOKENS).input_ids
+        ids = tokenizer(text(name), return_tensors="pt", truncation=True, max_length=TOKENS).input_ids
         if ids.shape[1] != TOKENS:
             raise RuntimeError(f"the text {name!r} has {ids.shape[1]} tokens, needs {TOKENS}")
         with torch.inference_mode():

@@ -1,0 +1,5 @@
+"""`python -m bench.quality`."""
+
+from bench.quality.measure import main
+
+main()

@@ -1,0 +1,182 @@
+"""The benchmark: recall of attention, perplexity and pass keys, by selector and budget, beside dense."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.quality import recall
+from bench.quality.reference import BLOCK_TOKENS, FIRST, NEWEST, Picks, Reference, load
+from bench.quality.texts import TEXTS, Case, cases, stretch
+from kvsieve_connector.demo.model import cache_dir, ensure_smollm2
+from kvsieve_connector.dense.selectors import DEFAULT, SELECTORS
+from kvsieve_store.bench.report import Goal, Report
+
+PARTS = ("recall", "perplexity", "needles")
+GOAL = Picks(DEFAULT, 1024)
+"""What the goals are held against."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """tokens: of a context. decoded: teacher-forced tokens of each text, for perplexity. depths x documents:
+    needle cases of each length. budgets: tokens."""
+
+    tokens: int = 6_144
+    decoded: int = 512
+    lengths: tuple[int, ...] = (2_048, 4_096, 6_144)
+    depths: int = 10
+    documents: int = 5
+    budgets: tuple[int, ...] = (256, 512, 1024, 2048)
+
+
+SHORT = Sizes(decoded=128, lengths=(6_144,), depths=4, documents=1, budgets=(512, 1024))
+
+
+def measure(sizes: Sizes, parts: Sequence[str] = PARTS) -> Report:
+    """A row per part, text or length, and picks."""
+    from transformers import AutoTokenizer
+
+    path = ensure_smollm2(cache_dir())
+    tokenizer = AutoTokenizer.from_pretrained(path)
+
+    def encode(string: str) -> list[int]:
+        return tokenizer(string).input_ids
+
+    rows: list[dict[str, Any]] = []
+    if "recall" in parts:
+        for name in TEXTS:
+            rows += _recall(name, recall.attended(path, stretch(encode, name, sizes.tokens)), sizes.budgets)
+    if "perplexity" in parts or "needles" in parts:
+        model = load(path)
+        if "perplexity" in parts:
+            for name in TEXTS:
+                ids = stretch(encode, name, sizes.tokens + sizes.decoded + 1)
+                rows += perplexity(model, name, ids, sizes.decoded, _variants(sizes.budgets))
+        if "needles" in parts:
+            for length in sizes.lengths:
+                asked = list(cases(encode, length, sizes.depths, sizes.documents))
+                rows += needles(model, asked, _variants(sizes.budgets))
+    parameters = {**vars(sizes), "block_tokens": BLOCK_TOKENS, "first": FIRST, "newest": NEWEST}
+    return Report("quality", parameters, rows, _goals(rows))
+
+
+def _variants(budgets: Sequence[int]) -> list[Picks]:
+    """Every selector at every budget; at the goal's also what else can be set."""
+    picks = [Picks(name, budget) for budget in budgets for name in SELECTORS]
+    others = [Picks(DEFAULT, GOAL.budget_tokens, dense_layers=layers) for layers in (1, 2)]
+    return [*picks, Picks(DEFAULT, GOAL.budget_tokens, shared=True), *others]
+
+
+def _recall(text: str, layers: Sequence[Any], budgets: Sequence[int]) -> list[dict[str, Any]]:
+    scale = layers[0][0].shape[-1] ** -0.5
+    found = np.array([recall.recall(query, key, scale, budgets) for query, key in layers])
+    return [
+        {
+            "part": "recall",
+            "text": text,
+            "selector": name,
+            "shared": bool(shared),
+            "budget_tokens": budget,
+            "recall": round(float(found[:, i, shared, j].mean()), 4),
+            "layers": found[:, i, shared, j].round(4).tolist(),
+        }
+        for i, name in enumerate(recall.NAMES)
+        for shared in (0, 1)
+        for j, budget in enumerate(budgets)
+    ]
+
+
+def perplexity(
+    model: Reference, text: str, ids: list[int], decoded: int, variants: Sequence[Picks]
+) -> list[dict[str, Any]]:
+    """Of the last `decoded` tokens of ids but one, which are decoded one after another; dense first.
+
+    ratio: to dense. error: standard error of the ratio, by differences token by token.
+    """
+    start = len(ids) - decoded - 1
+    cache = model.prefill(ids[:start])
+    targets = torch.tensor(ids[start + 1 :])
+    rows = []
+    dense = None
+    for picks in (None, *variants):
+        logits = model.decode(cache, ids[start:-1], picks)
+        loss = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        dense = loss if dense is None else dense
+        apart = loss - dense
+        ratio = float(apart.mean().exp())
+        rows.append(
+            {
+                "part": "perplexity",
+                "text": text,
+                **_row(picks),
+                "perplexity": round(float(loss.mean().exp()), 3),
+                "ratio": round(ratio, 4),
+                "error": round(ratio * float(apart.std()) / len(apart) ** 0.5, 4),
+            }
+        )
+    return rows
+
+
+def needles(model: Reference, asked: Sequence[Case], variants: Sequence[Picks]) -> list[dict[str, Any]]:
+    """Pass keys said right, all digits, after an answer that is begun in decode; dense first."""
+    hits: dict[Picks | None, list[bool]] = {picks: [] for picks in (None, *variants)}
+    for case in asked:
+        cache = model.prefill(case.prompt)
+        ids = case.answer + case.key
+        for picks, found in hits.items():
+            said = model.decode(cache, ids, picks).argmax(-1).tolist()
+            found.append(said[len(case.answer) - 1 : -1] == case.key)
+    return [
+        {
+            "part": "needles",
+            "tokens": asked[0].tokens,
+            **_row(picks),
+            "cases": len(found),
+            "accuracy": round(sum(found) / len(found), 4),
+            "depths": [case.depth for case in asked],
+            "found": found,
+        }
+        for picks, found in hits.items()
+    ]
+
+
+def _row(picks: Picks | None) -> dict[str, Any]:
+    if picks is None:
+        return {"selector": "dense", "budget_tokens": None, "shared": False, "dense_layers": None}
+    return vars(picks)
+
+
+def _goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
+    goals = []
+    for row in rows:
+        if row["part"] == "recall" or any(row[name] != value for name, value in vars(GOAL).items()):
+            continue
+        if row["part"] == "perplexity":
+            goals.append(Goal(f"perplexity, {row['text']}, of dense", row["ratio"], 1.03, "x", False))
+        else:
+            dense = next(
+                other["accuracy"]
+                for other in rows
+                if other["part"] == "needles"
+                and other["selector"] == "dense"
+                and other["tokens"] == row["tokens"]
+            )
+            what = f"pass keys at {row['tokens']:,} tokens, {row['cases']} cases, below dense"
+            goals.append(Goal(what, round(100 * (row["accuracy"] - dense), 1), -2.0, "points"))
+    return goals
+
+
+def main() -> None:
+    from bench.output import save
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true", help="fewer cases: some minutes")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    args = parser.parse_args()
+    save(measure(SHORT if args.short else Sizes(), args.parts))

@@ -1,0 +1,99 @@
+"""The quality benchmark's reference, on a tiny random model, and its texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from bench.quality import measure, recall  # noqa: E402
+from bench.quality.reference import BLOCK_TOKENS, Picks, Reference, block_topk  # noqa: E402
+from bench.quality.texts import Case, cases  # noqa: E402
+from kvsieve_connector.dense.selectors import SELECTORS  # noqa: E402
+
+CONTEXT = 10 * BLOCK_TOKENS + 5
+PICKS = Picks("mean-outlier", 2 * BLOCK_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def model() -> Reference:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=200,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.5,
+        attn_implementation="kvsieve_block_topk",
+    )
+    return Reference(transformers.LlamaForCausalLM(config).eval())
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 200, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_tokens_decoded_together_are_as_one_by_one(model: Reference) -> None:
+    prompt, forced = ids(CONTEXT), ids(40, seed=1)
+    together = model.decode(model.prefill(prompt), forced, PICKS)
+    cache: Any = model.prefill(prompt)
+    alone = [model._forward([token], cache, PICKS, 1)[0] for token in forced]
+    assert torch.allclose(together, torch.stack(alone), atol=1e-4)
+    assert not torch.allclose(together, model.decode(model.prefill(prompt), forced, None), atol=1e-2)
+
+
+@pytest.mark.parametrize("picks", [Picks("quest-bounds", 10**6), Picks("mean-key", 0, dense_layers=3)])
+def test_a_budget_of_everything_is_dense(model: Reference, picks: Picks) -> None:
+    prompt, forced = ids(CONTEXT), ids(20, seed=1)
+    cache = model.prefill(prompt)
+    assert torch.allclose(model.decode(cache, forced, picks), model.decode(cache, forced, None), atol=1e-4)
+    assert cache.get_seq_length() == CONTEXT
+
+
+def test_only_what_is_picked_is_read() -> None:
+    """The first block, the newest ones and the unfinished one; values elsewhere don't matter."""
+    torch.manual_seed(0)
+    query, key = torch.randn(4, 1, 8), torch.randn(2, CONTEXT, 8)
+    value = torch.randn(2, CONTEXT, 8)
+    spoilt = value.clone()
+    spoilt[:, BLOCK_TOKENS : 8 * BLOCK_TOKENS] = torch.nan
+    none = Picks("mean-key", 0)
+    assert torch.equal(block_topk(query, key, spoilt, none, 1.0), block_topk(query, key, value, none, 1.0))
+
+
+def test_recall_is_bounded_by_the_oracle() -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(4, CONTEXT, 8), torch.randn(2, CONTEXT, 8)
+    found = recall.recall(query, key, 1.0, (BLOCK_TOKENS, 10 * BLOCK_TOKENS), stride=3, steps=9)
+    assert found.shape == (len(SELECTORS) + 2, 2, 2)
+    oracle = found[recall.NAMES.index(recall.ORACLE)]
+    assert (found[:, 0] <= oracle[0] + 1e-6).all()
+    assert abs(found[..., 1] - 1).max() < 1e-5
+
+
+def test_cases_hide_one_key() -> None:
+    def encode(string: str) -> list[int]:
+        return list(string.encode())
+
+    found = list(cases(encode, 3000, depths=3, documents=2))
+    assert len({bytes(case.key) for case in found}) == 6
+    assert [case.depth for case in found] == [0, 0.5, 1] * 2
+    for case in found:
+        assert bytes(case.prompt).count(bytes(case.key)) == 2
+        assert len(case.prompt) <= 3000
+
+
+def test_rows(model: Reference) -> None:
+    rows = measure.perplexity(model, "x", ids(CONTEXT), 30, [measure.GOAL, PICKS])
+    assert [row["selector"] for row in rows] == ["dense", "mean-outlier", "mean-outlier"]
+    assert rows[0]["ratio"] == 1
+    asked = [Case(CONTEXT, 0.5, ids(CONTEXT), [1], [2, 3], [4, 5])]
+    rows += measure.needles(model, asked, [measure.GOAL])
+    assert [row["accuracy"] for row in rows[-2:]] == [0, 0]
+    assert [goal.limit for goal in measure._goals(rows)] == [1.03, -2]
