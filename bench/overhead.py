@@ -26,7 +26,7 @@ _ANSWER_SECONDS = 600.0
 _ROOT = Path(__file__).parent.parent
 
 # For engines in child processes: one process and one thread an engine, the cores are shared.
-_ENVIRON = {
+ENVIRON = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -57,7 +57,7 @@ def measure(*, repetitions: int = 7, cases: Sequence[Case] = CASES) -> Report:
     Both engines of a case live side by side, each in a process of its own, and answer the same prompts in
     turns. Prompts are random tokens, so that nothing is ever hit: all is computed, and all of it is saved.
     """
-    os.environ.update(_ENVIRON)
+    os.environ.update(ENVIRON)
     rows = []
     for case in cases:
         rows += _run_case(case, repetitions)

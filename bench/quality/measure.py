@@ -125,9 +125,14 @@ def perplexity(
 
 def needles(model: Reference, asked: Sequence[Case], variants: Sequence[Picks]) -> list[dict[str, Any]]:
     """Pass keys said right, all digits, after an answer that is begun in decode; dense first."""
+    before: list[int] = []
     hits: dict[Picks | None, list[bool]] = {picks: [] for picks in (None, *variants)}
+    cache = None
     for case in asked:
-        cache = model.prefill(case.prompt)
+        same = _same(before, case.prompt)
+        if cache is not None:
+            cache.crop(same)
+        cache, before = model.prefill(case.prompt[same:], cache), case.prompt
         ids = case.answer + case.key
         for picks, found in hits.items():
             said = model.decode(cache, ids, picks).argmax(-1).tolist()
@@ -144,6 +149,11 @@ def needles(model: Reference, asked: Sequence[Case], variants: Sequence[Picks]) 
         }
         for picks, found in hits.items()
     ]
+
+
+def _same(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many of their first tokens are the same."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _row(picks: Picks | None) -> dict[str, Any]:

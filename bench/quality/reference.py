@@ -105,6 +105,7 @@ def block_topk(query: Tensor, key: Tensor, value: Tensor, picks: Picks, scale: f
     full = context // BLOCK_TOKENS
     blocks = key[:, : full * BLOCK_TOKENS].view(kv_heads, full, BLOCK_TOKENS, dim)
     summaries = selector.summarise(blocks.permute(1, 2, 0, 3))
+    each_head = torch.arange(kv_heads)[:, None]
     out = torch.empty_like(query)
     for i in range(tokens):
         position = context - tokens + i
@@ -117,8 +118,8 @@ def block_topk(query: Tensor, key: Tensor, value: Tensor, picks: Picks, scale: f
         inside = torch.arange(BLOCK_TOKENS)
         rows = (picked[:, None] * BLOCK_TOKENS + inside[None, :, None]).flatten(0, 1).T
         rest = torch.arange(n * BLOCK_TOKENS, position + 1).expand(kv_heads, -1)
-        rows = torch.cat([rows, rest], dim=1)[..., None]
-        keys, values = key.take_along_dim(rows, dim=1), value.take_along_dim(rows, dim=1)
+        rows = torch.cat([rows, rest], dim=1)
+        keys, values = key[each_head, rows], value[each_head, rows]
         weights = (grouped @ keys.transpose(1, 2) * scale).softmax(dim=-1)
         out[:, i] = (weights @ values).view(heads, dim)
     return out

@@ -38,13 +38,14 @@ class Case:
 
 
 def cases(encode: Encode, tokens: int, depths: int, documents: int) -> Iterator[Case]:
-    """`depths` x `documents` prompts of about `tokens` tokens, a new key and another stretch of text each."""
+    """`depths` x `documents` prompts of about `tokens` tokens, a new key in each. Deep ones first: the next
+    case of a document begins as the one before, up to its key."""
     paragraphs = [encode(part + "\n\n") for part in _prose()]
     for number in range(documents):
         rng = random.Random(number)
         at = rng.randrange(len(paragraphs))
         head, question, answer = encode(_HEAD), encode(_QUESTION), encode(_ANSWER)
-        for step in range(depths):
+        for step in reversed(range(depths)):
             depth = step / max(1, depths - 1)
             key = "".join(rng.choices("123456789", k=5))
             needle = encode(_NEEDLE.format(key=key))
