@@ -203,26 +203,30 @@ def _quality(panels: Any, record: dict[str, Any]) -> None:
     rows = [row for row in record["rows"] if not row["shared"] and not row.get("dense_layers")]
     longest = max((row["tokens"] for row in rows if row["part"] == "needles"), default=0)
     budgets = record["parameters"]["budgets"]
+    names = [name for name in dict.fromkeys(row["selector"] for row in rows) if name != "dense"]
+    styles = {name: {"color": f"C{i}", "linewidth": 1} for i, name in enumerate(names)}
     for axes, part, value, title in (
         (panels[0], "recall", "recall", "Attention in the picked blocks"),
         (panels[2], "perplexity", "ratio", "Perplexity, dense = 1"),
         (panels[3], "needles", "accuracy", f"Pass keys found, {longest:,} tokens"),
     ):
         some = [row for row in rows if row["part"] == part and row.get("tokens", longest) == longest]
-        for i, name in enumerate(dict.fromkeys(row["selector"] for row in some)):
+        for name in dict.fromkeys(row["selector"] for row in some):
             own = [row for row in some if row["selector"] == name]
             if name == "dense":
                 axes.axhline(np.mean([row[value] for row in own]), label=name, **_GOAL)
                 continue
-            means = [np.mean([row[value] for row in own if row["budget_tokens"] == each]) for each in budgets]
-            axes.plot(budgets, means, marker="os^vDx"[i % 6], markersize=3, linewidth=1, label=name)
+            at = sorted({row["budget_tokens"] for row in own})
+            means = [np.mean([row[value] for row in own if row["budget_tokens"] == each]) for each in at]
+            axes.plot(at, means, marker="o", markersize=3, label=name, **styles[name])
         axes.set(title=title, xlabel="budget, tokens (log)", xscale="log")
         axes.set_xticks(budgets, [f"{each:,}" for each in budgets])
         axes.minorticks_off()
     budget = max(each for each in budgets if each <= 1024)
     for row in rows:
         if row["part"] == "recall" and row["budget_tokens"] == budget and row["text"] == rows[0]["text"]:
-            panels[1].plot(row["layers"], linewidth=1, label=row["selector"])
+            panels[1].plot(row["layers"], label=row["selector"], **styles[row["selector"]])
+    panels[3].set(ylim=(0, 1.1))
     panels[1].set(title=f"The same by layer, {budget:,} tokens", xlabel="layer")
     for axes in panels:
         axes.set_title(axes.get_title(), fontsize=9)
