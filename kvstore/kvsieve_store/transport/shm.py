@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import threading
 
 import numpy as np
@@ -74,12 +75,15 @@ def map_peer(segments: tuple[Segment, ...]) -> Memory | None:
 
 
 def _map(segment: Segment) -> NDArray[np.uint8] | None:
+    """The path is the peer's word: a FIFO there must not be waited for."""
     try:
-        file = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        file = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
         there = os.fstat(file)
+        if not stat.S_ISREG(there.st_mode):
+            return None
         if (there.st_dev, there.st_ino, there.st_size) != (segment.device, segment.inode, segment.size):
             return None
         return np.frombuffer(mmap.mmap(file, segment.size, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
