@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from bench.quality import recall
+from bench.quality.engine import engine_needles
 from bench.quality.reference import BLOCK_TOKENS, FIRST, NEWEST, Picks, Reference, load
 from bench.quality.texts import TEXTS, Case, cases, stretch
 from kvsieve_connector.demo.model import cache_dir, ensure_smollm2
 from kvsieve_connector.dense.selectors import DEFAULT, SELECTORS
 from kvsieve_store.bench.report import Goal, Report
 
-PARTS = ("recall", "perplexity", "needles")
+PARTS = ("recall", "perplexity", "needles", "engine")
 GOAL = Picks(DEFAULT, 1024)
 """What the goals are held against."""
 
@@ -52,7 +53,7 @@ def measure(sizes: Sizes, parts: Sequence[str] = PARTS) -> Report:
     if "recall" in parts:
         for name in TEXTS:
             rows += _recall(name, recall.attended(path, stretch(encode, name, sizes.tokens)), sizes.budgets)
-    if "perplexity" in parts or "needles" in parts:
+    if set(parts) != {"recall"}:
         model = load(path)
         if "perplexity" in parts:
             for name in TEXTS:
@@ -62,6 +63,9 @@ def measure(sizes: Sizes, parts: Sequence[str] = PARTS) -> Report:
             for length in sizes.lengths:
                 asked = list(cases(encode, length, sizes.depths, sizes.documents))
                 rows += needles(model, asked, _variants(sizes.budgets))
+        if "engine" in parts:
+            asked = list(cases(encode, 3_072, 2, 1))
+            rows += engine_needles(path, tokenizer.decode, model, asked, Picks(DEFAULT, 384))
     parameters = {**vars(sizes), "block_tokens": BLOCK_TOKENS, "first": FIRST, "newest": NEWEST}
     return Report("quality", parameters, rows, _goals(rows))
 
@@ -165,7 +169,9 @@ def _row(picks: Picks | None) -> dict[str, Any]:
 def _goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
     goals = []
     for row in rows:
-        if row["part"] == "recall" or any(row[name] != value for name, value in vars(GOAL).items()):
+        if row["part"] in ("recall", "engine") or any(
+            row[name] != value for name, value in vars(GOAL).items()
+        ):
             continue
         if row["part"] == "perplexity":
             goals.append(Goal(f"perplexity, {row['text']}, of dense", row["ratio"], 1.03, "x", False))
