@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -25,9 +24,11 @@ MAX_WAIT_MS = 60_000
 
 @dataclass(eq=False, slots=True)
 class _Offer:
-    """session: holds the lease on the blocks. ends: seconds, on the store's clock. keys: end to end."""
+    """session: holds the lease on the blocks. leased: until when, ends: until when they are offered, seconds on
+    the store's clock. keys: end to end."""
 
     session: InnerSession
+    leased: float
     ends: float
     keys: bytes
 
@@ -62,6 +63,7 @@ class Offers:
             await self._wait(request, peer)
         session = core.open_inner_session(spec, "peer (offer)")
         try:
+            leased = core.now() + MAX_LEASE_MS / 1000
             match = core.state.match(session.session_id, request.keys, MAX_LEASE_MS, core.now())
             if not len(match.slots):
                 core.end_inner_session(session)
@@ -73,14 +75,14 @@ class Offers:
             core.end_inner_session(session)
             raise
         offered = request.keys[: len(offsets) * KEY_BYTES]
-        offer = self._offers[token] = _Offer(session, math.inf, offered)
+        offer = self._offers[token] = _Offer(session, leased, leased, offered)
         self.blocks += len(offsets)
         try:
             digests = await self._digests(token, offsets, layout.slot_bytes) if request.digests else b""
         except BaseException:
             self.withdraw(token)
             raise
-        offer.ends = core.now() + request.lease_ms / 1000
+        offer.ends = min(core.now() + request.lease_ms / 1000, leased)
         return pb.OfferResponse(
             blocks=len(offsets),
             token=token,
@@ -110,12 +112,13 @@ class Offers:
             self.waits.end(wait)
 
     def renew(self, token: bytes, lease_ms: int) -> None:
-        """The offer lasts so much longer from now on. Raises what kvsieve.v1.Peer.Renew says."""
+        """The offer lasts so much longer from now on, but no longer than the blocks are leased. Raises what
+        kvsieve.v1.Peer.Renew says."""
         _check_lease(lease_ms)
         offer = self._offers.get(token)
         if offer is None:
             raise NotFoundError("token: no such offer; it has run out, or was withdrawn")
-        offer.ends = self._core.now() + lease_ms / 1000
+        offer.ends = min(self._core.now() + lease_ms / 1000, offer.leased)
 
     def withdraw(self, token: bytes, taken: int = 0) -> None:
         """Takes an offer back; the lease goes once nobody reads any more. Does nothing when it is gone.
