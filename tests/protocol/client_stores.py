@@ -16,7 +16,7 @@ from typing import Any
 
 from kvsieve_store.client import SealEntry, SlotRef, StoreClient
 from kvsieve_store.protocol.spec import Plane, PoolSpec
-from kvsieve_store.server import Store
+from kvsieve_store.server.store import Store
 from kvsieve_store.settings import StoreSettings
 
 SLOT_BYTES = 64 << 10

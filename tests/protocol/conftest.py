@@ -21,7 +21,7 @@ from kvsieve.v1 import admin_pb2_grpc, store_pb2_grpc
 from kvsieve.v1 import store_pb2 as pb
 from kvsieve_store.client import AdminClient
 from kvsieve_store.protocol.spec import Plane, PoolSpec
-from kvsieve_store.server import Store
+from kvsieve_store.server.store import Store
 from kvsieve_store.settings import StoreSettings
 from tests.protocol.client_stores import store_thread
 from tests.protocol.client_stores import until as settled
@@ -34,7 +34,7 @@ ROOT = bytes(32)
 
 _SERVE = """
 import json, sys
-from kvsieve_store.server import run
+from kvsieve_store.server.process import run
 from kvsieve_store.settings import load
 sys.exit(run(load(json.loads(sys.argv[1]), None, {})))
 """

@@ -12,7 +12,7 @@ import pytest
 from kvsieve.v1 import admin_pb2 as admin
 from kvsieve.v1 import store_pb2 as pb
 from kvsieve_store import __version__
-from kvsieve_store.server import Store
+from kvsieve_store.server.store import Store
 
 from .conftest import EXTENT, EXTENTS, ROOT, SLOTS_PER_EXTENT, SPEC, Engine, fails, key, keys, snapshot
 

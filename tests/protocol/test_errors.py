@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kvsieve.v1 import admin_pb2 as admin
 from kvsieve.v1 import store_pb2 as pb
 from kvsieve_store.errors import NotFoundError
-from kvsieve_store.server import Store
 from kvsieve_store.server.interceptor import shortened
+from kvsieve_store.server.store import Store
 
 from .conftest import Engine, until
 from .test_http import samples

@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvsieve.v1 import admin_pb2 as admin
 from kvsieve_store.arena import Arena
-from kvsieve_store.server import Store
+from kvsieve_store.server.store import Store
 
 from .conftest import Engine, until
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvsieve.v1 import store_pb2 as pb
 from kvsieve_store.addresses import UnixAddress, parse_address
-from kvsieve_store.server import Store
+from kvsieve_store.server.store import Store
 
 from .conftest import Engine, fails, key, snapshot
 

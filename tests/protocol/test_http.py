@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvsieve.v1 import admin_pb2 as admin
 from kvsieve_store import __version__
 from kvsieve_store.arena import Arena
-from kvsieve_store.server import Store
 from kvsieve_store.server import http as server_http
+from kvsieve_store.server.store import Store
 
 from .conftest import EXTENT, SLOTS_PER_EXTENT, Engine, fails, until
 

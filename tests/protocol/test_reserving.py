@@ -12,7 +12,7 @@ import pytest
 
 from kvsieve.v1 import admin_pb2 as admin
 from kvsieve.v1 import store_pb2 as pb
-from kvsieve_store.server import Store
+from kvsieve_store.server.store import Store
 
 from .client_stores import chain, client, entries, store_thread
 from .client_stores import until as settled

@@ -20,7 +20,7 @@ from kvsieve_store.errors import CapacityError
 from kvsieve_store.protocol.layout import ExtentLayout, SlotLayout
 from kvsieve_store.protocol.limits import MAX_BATCH, MAX_CREDITS
 from kvsieve_store.protocol.spec import Plane
-from kvsieve_store.server import Store
+from kvsieve_store.server.store import Store
 
 from .conftest import EXTENT, SPEC, Engine, fails, snapshot, until
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvsieve_store.client.endpoint import grpc_target
-from kvsieve_store.server import Store
+from kvsieve_store.server.store import Store
 
 from .conftest import Engine
 

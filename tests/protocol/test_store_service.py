@@ -11,7 +11,7 @@ import pytest
 from kvsieve.v1 import store_pb2 as pb
 from kvsieve_store.protocol.layout import ExtentLayout
 from kvsieve_store.protocol.limits import MAX_BATCH, MAX_LEASE_MS, MAX_MATCH_KEYS
-from kvsieve_store.server import Store
+from kvsieve_store.server.store import Store
 
 from .conftest import EXTENTS, ROOT, SLOTS_PER_EXTENT, SPEC, Engine, fails, key, keys, snapshot
 

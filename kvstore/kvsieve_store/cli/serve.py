@@ -45,7 +45,7 @@ def command() -> Callable[..., None]:
         """
         settings = load(flags, config, os.environ)
         from kvsieve_store.cli.terminal import show
-        from kvsieve_store.server import run
+        from kvsieve_store.server.process import run
 
         raise typer.Exit(run(settings, show))
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from kvsieve_store import __version__
 from kvsieve_store.arena.capacity import not_in_memory
 from kvsieve_store.cli.output import stderr
-from kvsieve_store.server import Store
+from kvsieve_store.server.store import Store
 from kvsieve_store.sizes import size
 
 _log = logging.getLogger(__name__)

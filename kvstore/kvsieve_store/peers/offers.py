@@ -24,8 +24,8 @@ MAX_WAIT_MS = 60_000
 
 @dataclass(eq=False, slots=True)
 class _Offer:
-    """session: holds the lease on the blocks. leased: until when, ends: until when they are offered, seconds on
-    the store's clock. keys: end to end."""
+    """session: holds the lease on the blocks, until `leased`. ends: when the offer does. Both on the store's
+    clock, seconds. keys: end to end."""
 
     session: InnerSession
     leased: float
