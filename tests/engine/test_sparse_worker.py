@@ -16,7 +16,6 @@ import torch
 from kvsieve_connector import worker as cache_mode
 from kvsieve_connector.kernels.tables import COUNTERS
 from kvsieve_connector.metadata import HintLoad, HintSave, HostBacked, HostBlocks, StepOrders
-from kvsieve_connector.sparse import runtime as runtimes
 from kvsieve_connector.sparse import worker as sparse_worker
 from kvsieve_connector.sparse.counters import EVERY_STEPS
 from kvsieve_connector.sparse.hints import write_hint
@@ -411,11 +410,12 @@ def test_nothing_is_held_after_the_end(worker: Worker, attach: Any) -> None:
     client.close()
     _, second = attach()
     worker.step(StepOrders(attachment=_numbered(second, first.epoch + 1)))
-    assert runtimes.host_layer("layers.0.attn") is not None
+    impl = worker.half._vllm_config.compilation_config.static_forward_context["layers.0.attn"].impl
+    assert impl.host is worker.runtime.layers["layers.0.attn"]
     worker.half.close()
     assert not is_locked(first.lock_path)
     assert not is_locked(second.lock_path)
-    assert runtimes.host_layer("layers.0.attn") is None
+    assert impl.host is None
 
 
 def _numbered(attachment: Attachment, epoch: int) -> Attachment:

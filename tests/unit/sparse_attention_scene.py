@@ -14,7 +14,6 @@ import torch
 
 from kvsieve_connector.kernels.gather_context_reference import to_bf16
 from kvsieve_connector.kernels.tables import COUNTERS, LayerCache
-from kvsieve_connector.sparse import runtime as runtimes
 from kvsieve_connector.sparse.kernel_set import KernelSet, kernel_set
 from kvsieve_connector.sparse.plan import SparsePlan
 from kvsieve_connector.sparse.prefetch import make_policy
@@ -95,7 +94,6 @@ class Scene:
             workspace_rows,
             LAYERS - drafter,
         )
-        runtimes.use(self.runtime)
         self._topk = torch.full((1024, topk), -1, dtype=torch.int32)
         self.impls: list[Any] = []
         for layer, leader in enumerate(self.leaders):
@@ -103,6 +101,8 @@ class Scene:
                 self.impls.append(Common(self._topk, None if leader == layer else self.impls[leader]))
             else:
                 self.impls.append((PackedFlashMLA if packed else FlashMLA)(self._topk, workspace_rows))
+        for name, impl in zip(self.names, self.impls, strict=True):
+            impl.host = self.runtime.layers[name]
         self.live: dict[str, Live] = {}
         self._of_leader: dict[tuple[str, int, int], list[int]] = {}
         """(request, layer, position) -> list of that query."""

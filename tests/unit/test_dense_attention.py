@@ -15,7 +15,6 @@ from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, _get_attn_isa
 
 from kvsieve_connector.copy.base import LayerPages
-from kvsieve_connector.dense import runtime as runtimes
 from kvsieve_connector.dense.backend import HostCPUAttentionImpl
 from kvsieve_connector.dense.packing import key_order
 from kvsieve_connector.dense.pages import Pages
@@ -130,11 +129,8 @@ class Scene:
             _k_scale_float = _v_scale_float = 1.0
 
         output = torch.zeros_like(self.query[layer])
-        runtimes.use(self.runtime)
-        try:
-            self.impl.forward(Layer, self.query[layer], None, None, self.pool[layer], self.metadata, output)
-        finally:
-            runtimes.use(None)
+        self.impl.runtime = self.runtime
+        self.impl.forward(Layer, self.query[layer], None, None, self.pool[layer], self.metadata, output)
         return output
 
     def reference(self, layer: int) -> torch.Tensor:

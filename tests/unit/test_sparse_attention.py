@@ -16,7 +16,6 @@ pytest.importorskip("vllm")
 from vllm import _custom_ops  # noqa: E402
 from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager  # noqa: E402
 
-from kvsieve_connector.sparse import runtime as runtimes  # noqa: E402
 from kvsieve_connector.sparse import warm  # noqa: E402
 from kvsieve_connector.sparse.kernel_set import KernelSet  # noqa: E402
 from tests.unit.sparse_attention_scene import GARBAGE, LAYERS, LEADERS, Scene  # noqa: E402
@@ -38,7 +37,6 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     init_workspace_manager(torch.device("cpu"))
     yield
     reset_workspace_manager()
-    runtimes.use(None)
 
 
 @pytest.fixture(params=FACES)
@@ -222,9 +220,8 @@ def test_graphs_replayed_without_a_batch_touch_no_request() -> None:
 def test_layers_that_are_not_host_backed_take_the_stock_path() -> None:
     scene = Scene()
     decoding(scene, "a", blocks=2)
-    runtimes.use(None)
     for impl in scene.impls:
-        impl.stock_conversions = 0
+        impl.host, impl.stock_conversions = None, 0
     scene.step(["a"])
     assert [impl.stock_conversions for impl in scene.impls] == [1] * LAYERS
 

@@ -20,9 +20,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
-from kvsieve_connector.dense import runtime as runtimes
 from kvsieve_connector.dense.plan import DensePlan
-from kvsieve_connector.dense.runtime import Batch, Part
+from kvsieve_connector.dense.runtime import Batch, DenseRuntime, Part
 from kvsieve_connector.sparse.plan import is_dense, sparse_wanted
 from kvsieve_connector.sparse.spec import HostBackedSpec, as_host_backed
 
@@ -43,6 +42,9 @@ def _sparse() -> bool:
 class HostCPUAttentionImpl(CPUAttentionBackendImpl):
     """The stock kernel, over caches that are put together of what each request attends to."""
 
+    runtime: DenseRuntime | None = None
+    """The worker half's, from when it has registered the caches until it is closed."""
+
     def forward(
         self,
         layer: Any,
@@ -55,7 +57,7 @@ class HostCPUAttentionImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        runtime = runtimes.current()
+        runtime = self.runtime
         batch = runtime.batch(attn_metadata) if runtime is not None and attn_metadata is not None else None
         if batch is None or runtime is None or attn_metadata is None:
             return super().forward(

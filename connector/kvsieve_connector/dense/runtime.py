@@ -248,17 +248,3 @@ class DenseRuntime:
     def _count(self, **amounts: float) -> None:
         for name, amount in amounts.items():
             self.counts[name] = self.counts.get(name, 0) + amount
-
-
-_current: DenseRuntime | None = None
-
-
-def use(runtime: DenseRuntime | None) -> None:
-    """The runtime of this worker process from now on."""
-    global _current
-    _current = runtime
-
-
-def current() -> DenseRuntime | None:
-    """None before the caches are registered, and in an engine that is not in this mode."""
-    return _current

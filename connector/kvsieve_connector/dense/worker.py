@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.logger import init_logger
 
-from kvsieve_connector.dense import runtime as runtimes
 from kvsieve_connector.dense.check import check_layers
 from kvsieve_connector.dense.packing import key_order
 from kvsieve_connector.dense.pages import Pages
@@ -50,7 +49,8 @@ class DenseWorkerHalf(HostWorkerHalf):
         order = key_order(attention.isa, like.dtype, plan.block_tokens, dim)
         names = [layer.name for layer in layers]
         self._runtime = DenseRuntime(plan, names, Pages(layers, like.shape[1]), selector, order, like)
-        runtimes.use(self._runtime)
+        for impl in self._attention:
+            impl.runtime = self._runtime
         logger.warning(
             "kvsieve: sparse mode on a dense model: once blocks of a request have left vLLM's pool, its "
             "decode steps attend to a part of the context only, which is an approximation: %d tokens that %r "
@@ -89,8 +89,16 @@ class DenseWorkerHalf(HostWorkerHalf):
         return super().results()
 
     def close(self) -> None:
-        runtimes.use(None)
+        if self._runtime is not None:
+            for impl in self._attention:
+                impl.runtime = None
         super().close()
+
+    @property
+    def _attention(self) -> list[Any]:
+        """vLLM's attention implementations of all layers."""
+        layers = self._vllm_config.compilation_config.static_forward_context
+        return [layers[name].impl for name in self._dense.layers]
 
     @property
     def _dense(self) -> DenseRuntime:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kvsieve_connector.sparse.runtime import LATENT_WIDTH, HostLayer, PrefillGroup, host_layer
+from kvsieve_connector.sparse.runtime import LATENT_WIDTH, HostLayer, PrefillGroup
 
 Query: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """[T, heads, 576], or its parts [T, heads, 512] and [T, heads, 64]."""
@@ -31,12 +31,14 @@ def count_of(q: Query) -> int:
 class HostBackedAttention:
     """Mixed in before a stock sparse MLA implementation. Subclasses say how its kernels are called."""
 
+    host: HostLayer | None = None
+    """Its layer, from when the worker half has registered the caches until that is closed."""
     _layer: HostLayer | None = None
 
     def forward_mqa(
         self, q: Query, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        host = self._layer = host_layer(layer.layer_name)
+        host = self._layer = self.host
         decode_only = attn_metadata.num_decode_tokens >= count_of(q)
         if host is None or decode_only or not host.runtime.reads_host:
             self._layer = host if decode_only else None

@@ -1,7 +1,7 @@
 """What attention needs of the sparse tier: per layer the way from top-k positions to rows of its cache.
 
-The connector's worker half makes one runtime when the caches are registered; the attention implementations
-find their layer here by name. Nothing here allocates or waits on the decode path.
+The connector's worker half makes one runtime when the caches are registered, and gives each attention
+implementation its layer. Nothing here allocates or waits on the decode path.
 """
 
 from __future__ import annotations
@@ -230,17 +230,3 @@ class SparseRuntime:
 def workspace_rows(vllm_config: VllmConfig) -> int:
     """Rows of the workspace for gathered contexts: the longest context fits."""
     return -(-int(vllm_config.model_config.max_model_len) // 64) * 64
-
-
-_current: SparseRuntime | None = None
-
-
-def use(runtime: SparseRuntime | None) -> None:
-    """The runtime of this worker process from now on."""
-    global _current
-    _current = runtime
-
-
-def host_layer(name: str) -> HostLayer | None:
-    """The layer of this name; None for one that is not host-backed, or before the caches are registered."""
-    return _current.layers.get(name) if _current is not None else None

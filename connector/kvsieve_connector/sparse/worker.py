@@ -19,7 +19,6 @@ from kvsieve_connector.device import upload
 from kvsieve_connector.kernels.swap_in import LayerCache
 from kvsieve_connector.metadata import HintLoad, HintSave, StepOrders
 from kvsieve_connector.settings import ConnectorSettings
-from kvsieve_connector.sparse import runtime as runtimes
 from kvsieve_connector.sparse.check import check_layers
 from kvsieve_connector.sparse.counters import CounterReader
 from kvsieve_connector.sparse.hints import read_hint, write_hint
@@ -81,7 +80,8 @@ class SparseWorkerHalf(HostWorkerHalf):
             self._model_layers(list(caches)),
         )
         self._counters = CounterReader(tables.counters, self._plan.row_bytes)
-        runtimes.use(self._runtime)
+        for name, impl in self._attention.items():
+            impl.host = self._runtime.layers[name]
         logger.info(
             "kvsieve: sparse mode: %d main layers in %d KV groups, hot buffers of %d rows, at most %d "
             "host-backed requests, %.0f MiB of tables",
@@ -137,7 +137,9 @@ class SparseWorkerHalf(HostWorkerHalf):
         return super().results()
 
     def close(self) -> None:
-        runtimes.use(None)
+        if self._runtime is not None:
+            for impl in self._attention.values():
+                impl.host = None
         if self._runtime is not None and self._runtime.tables.tag.is_cuda:
             torch.cuda.synchronize()  # a step in flight may still read the arena
         self._unshare()
@@ -217,6 +219,12 @@ class SparseWorkerHalf(HostWorkerHalf):
     def _session_over(self, arena: ArenaMap) -> None:
         self._hot_rows.forget()
         super()._session_over(arena)
+
+    @property
+    def _attention(self) -> dict[str, Any]:
+        """vLLM's attention implementations of the main layers, by name."""
+        layers = self._vllm_config.compilation_config.static_forward_context
+        return {name: layers[name].impl for name in self._sparse.layers}
 
     @property
     def _sparse(self) -> SparseRuntime:
