@@ -162,11 +162,15 @@ def pool_spec(
     *,
     name: str | None = None,
     model_id: str | None = None,
+    attention: str = "",
 ) -> PoolSpec:
     """The fingerprint of this engine's blocks.
 
     hash_seed: seed of vLLM's hash chain. name: the pool's; None: the model's. model_id: what the weights are
-    known by; None: the path, and the files there. Raises ValueError for a hash whose keys are not 32 bytes.
+    known by; None: the path, and the files there. attention: how it is approximated: what is decoded so has
+    other keys and values than what is computed exactly, under the same hashes.
+
+    Raises ValueError for a hash whose keys are not 32 bytes.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if not cache.prefix_caching_hash_algo.startswith("sha256"):
@@ -176,17 +180,17 @@ def pool_spec(
         )
     dtype = cache.cache_dtype if cache.cache_dtype != "auto" else str(model.dtype).removeprefix("torch.")
     planes = geometry.planes(vllm_config.parallel_config.tensor_parallel_size)
+    known = model_id or model.model
+    parts = [known, model_digest(vllm_config, with_files=model_id is None)]
     return PoolSpec(
-        name=name or model_id or model.model,
-        model=f"{model_id or model.model} {model_digest(vllm_config, with_files=model_id is None)}",
+        name=name or (f"{known} ({attention})" if attention else known),
+        model=" ".join([*parts, f"({attention})"] if attention else parts),
         dtype=dtype,
         block_tokens=geometry.block_tokens,
         hash_algo=cache.prefix_caching_hash_algo,
         hash_seed=hash_seed,
         layout=geometry.layout,
-        tp_size=max(
-            plane.shards for plane in planes
-        ),  # blocks that each rank has whole are like those of one
+        tp_size=max(plane.shards for plane in planes),  # 1 where each rank has the blocks whole
         planes=planes,
     )
 

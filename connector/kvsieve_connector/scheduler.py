@@ -101,6 +101,11 @@ class SchedulerHalf:
         """
         self._client, self._credit_target = client, credit_target
 
+    @property
+    def attention(self) -> str:
+        """How attention is approximated; empty: it is exact. Engines that differ in it share no pool."""
+        return ""
+
     def check_attachment(self, attachment: Attachment) -> None:
         """Raises ValueError, which says what to change, when the store has too little for this engine."""
 

@@ -54,6 +54,7 @@ class Session:
             resolve_none_hash_seed(hash_fn),
             name=self._settings.pool,
             model_id=self._settings.model_id,
+            attention=self._scheduler.attention,
         )
         transfer = self._config.kv_transfer_config
         assert transfer is not None

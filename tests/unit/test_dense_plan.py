@@ -20,14 +20,17 @@ from tests.unit.test_sparse_plan import engine as dsa_engine
 
 def engine(extra: dict[str, Any] | None = None, **changes: Any) -> Any:
     """A configuration of a Llama in sparse mode; changes: cache_dtype, speculative, connector, device, v2,
-    ubatching."""
+    ubatching, prefix_lm."""
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             kv_connector=changes.get("connector", "KVSieveConnector"),
             kv_connector_extra_config={"kvsieve.mode": "sparse"} | (extra or {}),
         ),
         model_config=SimpleNamespace(
-            model="some/model", max_model_len=8000, hf_text_config=SimpleNamespace(num_hidden_layers=4)
+            model="some/model",
+            max_model_len=8000,
+            hf_text_config=SimpleNamespace(num_hidden_layers=4),
+            is_mm_prefix_lm=changes.get("prefix_lm", False),
         ),
         cache_config=SimpleNamespace(block_size=32, cache_dtype=changes.get("cache_dtype", "auto")),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
@@ -100,6 +103,7 @@ def test_a_dense_model_as_planned_is_accepted() -> None:
         ({}, {"speculative": object()}, [BACKED], "does not support speculative decoding"),
         ({}, {"device": "cuda"}, [BACKED], "runs on CPU only, this engine is on 'cuda'"),
         ({}, {"v2": True}, [BACKED], "needs vLLM's V1 model runner"),
+        ({}, {"prefix_lm": True}, [BACKED], "prefix-LM"),
         ({}, {"ubatching": True}, [BACKED], "--enable-dbo"),
         ({}, {}, [FULL], r"layers\.0\.attn keeps a FullAttentionSpec \(1 layers like it\)"),
         ({}, {}, [BACKED, WINDOW], r"layers\.1\.attn attends to a window of 128 tokens"),

@@ -67,6 +67,14 @@ def test_copies_of_a_model_are_one_under_one_id(copies: list[Path]) -> None:
     assert spec_of(copies[0], model_id="m@1", name="p").name == "p"
 
 
+def test_approximate_attention_has_pools_of_its_own(copies: list[Path]) -> None:
+    """What it decodes are other keys and values, under the same hashes."""
+    exact, one, other = (spec_of(copies[0], attention=text) for text in ("", "quest 32", "quest 64"))
+    assert len({exact.pool_id(), one.pool_id(), other.pool_id()}) == 3
+    assert len({exact.name, one.name, other.name}) == 3
+    assert spec_of(copies[0], attention="quest 32", name="p").name == "p"
+
+
 def test_the_tp_size_counts_only_where_heads_are_split(copies: list[Path]) -> None:
     whole = [spec_of(copies[0], tp=tp, replicated=True) for tp in (1, 2, 8)]
     assert whole[0] == whole[1] == whole[2]

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Checks what both halves know. Raises ValueError, which says what to change."""
     DensePlan.of_config(vllm_config)  # the settings first: they are what a user chose
+    if getattr(vllm_config.model_config, "is_mm_prefix_lm", False):
+        raise ValueError(
+            "kvsieve: sparse mode of dense models does not support models with prefix-LM attention"
+        )
     device = vllm_config.device_config.device_type
     if device != "cpu":
         raise ValueError(

@@ -37,6 +37,14 @@ class DensePlan:
     indexers = 0
 
     @property
+    def attention(self) -> str:
+        """What decides how far attention, and so the keys and values of what is decoded, is from exact."""
+        return (
+            f"{self.selector} {self.budget_blocks}+{self.first_blocks}+{self.window_blocks} of "
+            f"{self.block_tokens}, dense {self.dense_layers}"
+        )
+
+    @property
     def attended_blocks(self) -> int:
         """Full blocks that a decode step attends to at most."""
         return self.first_blocks + self.budget_blocks + self.window_blocks

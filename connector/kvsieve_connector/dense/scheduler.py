@@ -36,5 +36,10 @@ class DenseScheduler(SparseScheduler):
             orders.host_rows.append(HostRow(newest, req_id, decodes))
         return orders
 
+    @property
+    def attention(self) -> str:
+        assert isinstance(self.plan, DensePlan)
+        return self.plan.attention
+
     def _plan_of(self, vllm_config: VllmConfig, settings: ConnectorSettings) -> HostPlan:
         return DensePlan.of(vllm_config, settings)
