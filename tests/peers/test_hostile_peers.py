@@ -18,6 +18,7 @@ from kvsieve.v1 import peer_pb2 as pb
 from kvsieve.v1 import peer_pb2_grpc
 from kvsieve_store.addresses import TcpAddress, parse_address
 from kvsieve_store.peers.waits import MAX_WAITS_PER_PEER
+from kvsieve_store.transport.shm import boot_id
 from tests.conftest import StoreProcess, free_port
 from tests.peers.conftest import BLOCK, SPEC, WAIT, Host, host
 from tests.protocol.client_stores import chain
@@ -25,7 +26,10 @@ from tests.protocol.client_stores import chain
 Pair = tuple[Host, Host]
 Change = Callable[[pb.OfferResponse], object]
 
-pytestmark = pytest.mark.parametrize("transport", ["tcp"], indirect=True)
+
+@pytest.fixture(params=["tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 class _Liar(peer_pb2_grpc.PeerServicer):
@@ -35,6 +39,8 @@ class _Liar(peer_pb2_grpc.PeerServicer):
         self.source, self.change = source, change
         self.offers = 0
         self.token = b""
+        self.tokens: dict[bytes, bytes] = {}
+        """As told -> as it is."""
 
     def Offer(self, request: pb.OfferRequest, context: object) -> pb.OfferResponse:
         self.offers += 1
@@ -42,10 +48,11 @@ class _Liar(peer_pb2_grpc.PeerServicer):
         self.source.peer.Withdraw(pb.WithdrawRequest(token=self.token))
         self.token = offer.token
         self.change(offer)
+        self.tokens[offer.token] = self.token
         return offer
 
     def Withdraw(self, request: pb.WithdrawRequest, context: object) -> pb.WithdrawResponse:
-        return self.source.peer.Withdraw(pb.WithdrawRequest(token=self.token))
+        return self.source.peer.Withdraw(pb.WithdrawRequest(token=self.tokens[request.token]))
 
 
 @contextmanager
@@ -69,6 +76,17 @@ def _elsewhere(address: str) -> Change:
     return change
 
 
+def _mapped_from(path: str) -> Change:
+    segment = {"path": path, "size": 1 << 20, "device": 1, "inode": 1}
+
+    def change(offer: pb.OfferResponse) -> None:
+        offer.description = json.dumps(
+            {"tcp": "127.0.0.1:1", "host": boot_id(), "segments": [segment]}
+        ).encode()
+
+    return change
+
+
 LIES: dict[str, Change] = {
     "more blocks than asked for": lambda offer: setattr(offer, "blocks", 4000),
     "larger blocks": lambda offer: setattr(offer, "slot_bytes", 2 * BLOCK),
@@ -81,17 +99,33 @@ LIES: dict[str, Change] = {
     "a description that is none": lambda offer: setattr(offer, "description", b"\xff{"),
     "a path as its address": _elsewhere("unix:///etc/passwd"),
     "an address where nobody is": _elsewhere("127.0.0.1:1"),
+    "a name that is none": _elsewhere("a..b:80"),
+    "a name with a long label": _elsewhere(f"{'a' * 64}.b:80"),
+    "an address without end": _elsewhere(f"{'a' * 100_000}:80"),
+}
+LIES_OF_PATHS: dict[str, Change] = {
+    "a path with a NUL": _mapped_from("/\0"),
+    "a path that is no text": _mapped_from("/\ud800"),
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
+OURS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+"""Codes that blame the store that pulls."""
+
+
+@pytest.mark.parametrize(
+    ("transport", "lie"),
+    [("tcp", lie) for lie in LIES] + [("shm,tcp", lie) for lie in LIES_OF_PATHS],
+    indirect=["transport"],
+)
 def test_a_lie_costs_the_pull_only(pair: Pair, lie: str) -> None:
     source, target = pair
     keys = source.save(10)
     target.client.wait_attached(WAIT)
-    with liar(source, LIES[lie]) as (address, _):
+    with liar(source, (LIES | LIES_OF_PATHS)[lie]) as (address, _):
         call = target.start_pull(address, keys)
-        assert call.exception(WAIT) is not None or call.result().present == 0
+        error = call.exception(WAIT)
+        assert call.result().present == 0 if error is None else call.code() not in OURS
         target.settled()
     assert target.holds(keys) == 0
     assert target.pull(source.store.endpoint, keys).present == 10

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
+from kvsieve.v1 import admin_pb2, admin_pb2_grpc, peer_pb2_grpc
 from kvsieve.v1 import peer_pb2 as pb
-from kvsieve.v1 import peer_pb2_grpc
 from kvsieve_store.errors import UnavailableError
 from kvsieve_store.transport.ucx.binding import why_missing
 from tests.conftest import StoreProcess
@@ -386,6 +386,20 @@ class TestOnce:
             with pytest.raises(grpc.RpcError) as caught:
                 source.peer.Renew(pb.RenewRequest(token=token, lease_ms=lease_ms))
             assert (caught.value.code().name, text in caught.value.details()) == (code, True)
+
+    def test_an_offer_is_renewed_while_the_store_drains(self, pair: Pair) -> None:
+        source, _ = pair
+        keys = source.save(3)
+        request = pb.OfferRequest(pool_id=SPEC.pool_id(), keys=b"".join(keys), lease_ms=60_000)
+        token = source.peer.Offer(request).token
+        admin = admin_pb2_grpc.AdminStub(source.channel)
+        drain = admin.Drain.future(admin_pb2.DrainRequest(timeout_ms=60_000))
+        while admin.Status(admin_pb2.StatusRequest()).state != "draining":
+            time.sleep(0.01)
+        source.peer.Renew(pb.RenewRequest(token=token, lease_ms=60_000))
+        assert not drain.done()
+        source.peer.Withdraw(pb.WithdrawRequest(token=token))
+        assert drain.result(WAIT).leases_left == 0
 
     @pytest.mark.parametrize(
         ("fields", "code", "text"),

@@ -120,7 +120,7 @@ def test_a_description_is_checked(raw: bytes) -> None:
         Description.of(raw)
 
 
-@pytest.mark.parametrize("address", ["unix:///run/a", "nonsense", "a:70000"])
+@pytest.mark.parametrize("address", ["unix:///run/a", "nonsense", "1.2.3.4:70000", "a.b:1"])
 def test_the_address_of_a_description_is_checked(address: str) -> None:
     with pytest.raises(InvalidRequestError, match="tcp"):
         _ = Description(tcp=address).address

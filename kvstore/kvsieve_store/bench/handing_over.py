@@ -6,6 +6,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -288,10 +289,10 @@ def _pulling(pair: _Pair, stream: Case, pulls: bool) -> Iterator[None]:
             while not stop.is_set():
                 hand_offs.one()
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
+        with ThreadPoolExecutor(1) as threads:
+            running = threads.submit(run)
+            try:
+                yield
+            finally:
+                stop.set()
+            running.result()

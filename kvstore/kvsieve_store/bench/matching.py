@@ -58,7 +58,11 @@ class Matcher:
     def __enter__(self) -> Self:
         """Waits until its keys are there."""
         self._process.start()
-        receive(self._here)
+        try:
+            receive(self._here)
+        except BaseException:
+            self._process.kill()
+            raise
         return self
 
     def go(self) -> list[float]:

@@ -7,10 +7,12 @@ import os
 import select
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from kvsieve_store.errors import UnavailableError
 from kvsieve_store.transport.memory import U64Array
@@ -33,7 +35,7 @@ class Nixl:
         try:
             self._server = self._exits.enter_context(_process(python, "serve", served, environ))
             self._reader = self._exits.enter_context(_process(python, "read", read, environ))
-            self._say(_heard(self._server))
+            self._say(self._server.heard())
         except BaseException:
             self._exits.close()
             raise
@@ -47,7 +49,7 @@ class Nixl:
         self._signal(signal.SIGCONT)
         try:
             self._say({"go": 1})
-            answer = _heard(self._reader)
+            answer = self._reader.heard()
         finally:
             self._signal(signal.SIGSTOP)
         if answer["state"] != "DONE":
@@ -62,44 +64,61 @@ class Nixl:
 
     def _signal(self, number: int) -> None:
         for process in (self._server, self._reader):
-            process.send_signal(number)
+            process.running.send_signal(number)
 
     def _say(self, line: dict[str, Any]) -> None:
-        assert self._reader.stdin is not None
-        self._reader.stdin.write(json.dumps(line).encode() + b"\n")
-        self._reader.stdin.flush()
+        stdin = self._reader.running.stdin
+        assert stdin is not None
+        stdin.write(json.dumps(line).encode() + b"\n")
+        stdin.flush()
+
+
+@dataclass
+class _Process:
+    """errors: a file with what it has written to stderr. heard_ahead: output that is not asked for yet."""
+
+    running: subprocess.Popen[bytes]
+    errors: IO[bytes]
+    heard_ahead: bytes = b""
+
+    def heard(self) -> dict[str, Any]:
+        """The next line that is JSON: NIXL writes there, too. Raises UnavailableError."""
+        while (line := self._line()) is not None:
+            if line.startswith(b"{"):
+                found: dict[str, Any] = json.loads(line)
+                return found
+        self.running.kill()
+        self.errors.seek(0)
+        last = self.errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+        raise UnavailableError(f"nixl: {last or 'no answer'}")
+
+    def _line(self) -> bytes | None:
+        """None when it has ended, or says nothing for a minute."""
+        assert self.running.stdout is not None
+        out = self.running.stdout.fileno()  # not through a buffer, of which select() knows nothing
+        while b"\n" not in self.heard_ahead:
+            if not select.select([out], [], [], _SECONDS)[0] or not (more := os.read(out, 1 << 16)):
+                return None
+            self.heard_ahead += more
+        line, _, self.heard_ahead = self.heard_ahead.partition(b"\n")
+        return line
 
 
 @contextmanager
-def _process(python: str, role: str, size: int, environ: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    try:
-        process = subprocess.Popen(
-            [python, str(_PROCESS), role, str(size)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environ,
-        )
-    except OSError as error:
-        raise UnavailableError(f"nixl: {python}: {error.strerror}") from None
-    with process:
+def _process(python: str, role: str, size: int, environ: dict[str, str]) -> Iterator[_Process]:
+    with tempfile.TemporaryFile() as errors:
         try:
-            yield process
-        finally:
-            process.kill()
-
-
-def _heard(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """The next line that is JSON: NIXL writes there, too."""
-    assert process.stdout is not None
-    while select.select([process.stdout], [], [], _SECONDS)[0]:
-        line = process.stdout.readline()
-        if line.startswith(b"{"):
-            found: dict[str, Any] = json.loads(line)
-            return found
-        if not line:
-            break
-    process.kill()
-    assert process.stderr is not None
-    last = process.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
-    raise UnavailableError(f"nixl: {last or 'no answer'}")
+            process = subprocess.Popen(
+                [python, str(_PROCESS), role, str(size)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environ,
+            )
+        except OSError as error:
+            raise UnavailableError(f"nixl: {python}: {error.strerror}") from None
+        with process:
+            try:
+                yield _Process(process, errors)
+            finally:
+                process.kill()

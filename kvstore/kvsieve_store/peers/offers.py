@@ -6,11 +6,13 @@ import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from kvsieve.v1 import peer_pb2 as pb
 from kvsieve_store.errors import InvalidRequestError, NotFoundError, UnavailableError
 from kvsieve_store.peers.holds import Holds
 from kvsieve_store.peers.plane import SHORT_BYTES, DataPlane
+from kvsieve_store.peers.threads import in_thread
 from kvsieve_store.peers.waits import SealWaits
 from kvsieve_store.protocol.limits import KEY_BYTES, MAX_LEASE_MS, MAX_MATCH_KEYS
 from kvsieve_store.server.core import Core, InnerSession
@@ -97,9 +99,10 @@ class Offers:
             return plane.digests(offsets, size)
         # Counts as reading: the blocks stay until the thread is done with them.
         export = plane.exports.begin(token)
-        future = asyncio.get_running_loop().run_in_executor(plane.hashers, plane.digests, offsets, size)
-        future.add_done_callback(lambda _: plane.exports.end(export))
-        return await future
+        try:
+            return await in_thread(plane.hashers, partial(plane.digests, offsets, size))
+        finally:
+            plane.exports.end(export)
 
     async def _wait(self, request: pb.OfferRequest, peer: str) -> None:
         """Until the first key is sealed, or the time is over."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from kvsieve_store.peers.fetch import Fetcher
 from kvsieve_store.peers.holds import Holds
 from kvsieve_store.peers.links import PeerLinks
@@ -21,16 +23,21 @@ class Peers:
         self.offers = Offers(core, plane, self.holds)
         self.puller = Puller(core, plane, self.links)
         self.fetcher = Fetcher(core, self.puller, core.directory) if core.directory else None
+        self._closing_idle: asyncio.Task[None] | None = None
 
-    async def tick(self) -> None:
-        """Once a second."""
+    def tick(self) -> None:
+        """Once a second. What waits for peers' threads does so behind it, one at a time."""
         self.offers.tick()
         self.holds.tick()
         self.puller.tick()
-        await self.links.close_idle()
+        if self._closing_idle is None or self._closing_idle.done():
+            self._closing_idle = asyncio.create_task(self.links.close_idle())
 
     async def close(self) -> None:
         """Returns once nobody touches the arena any more."""
         await self.puller.close()
+        if self._closing_idle is not None:
+            self._closing_idle.cancel()
+            await asyncio.wait([self._closing_idle])
         await self.links.close()
         self.plane.close()

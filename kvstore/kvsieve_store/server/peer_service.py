@@ -26,11 +26,14 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         return await self._peers.offers.offer(request, host)
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
-        self._peers.offers.renew(request.token, request.lease_ms)
+        if self._core.peers is None:
+            raise UnavailableError("the store is not ready yet; try again")
+        # Also while the store drains: it waits for the leases, and the pulls that have them go on.
+        self._core.peers.offers.renew(request.token, request.lease_ms)
         return pb.RenewResponse()
 
     async def Withdraw(self, request: pb.WithdrawRequest, context: Context) -> pb.WithdrawResponse:
-        if self._core.peers is not None:  # also while the store drains: it waits for the leases
+        if self._core.peers is not None:  # also while the store drains
             self._core.peers.offers.withdraw(request.token, request.taken)
         return pb.WithdrawResponse()
 

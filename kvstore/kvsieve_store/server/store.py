@@ -225,7 +225,7 @@ class Store:
             try:
                 core.tick()
                 if core.peers is not None:
-                    await core.peers.tick()
+                    core.peers.tick()
             except Exception:
                 _log.exception("the tick failed")
 

@@ -86,7 +86,8 @@ class SessionTable:
         return self._ordinals[-1]
 
     def add(self, session: Session) -> None:
-        assert self._ordinals.pop() == session.ordinal
+        ordinal = self._ordinals.pop()
+        assert ordinal == session.ordinal
         self._sessions[session.session_id] = session
 
     def remove(self, session: Session) -> None:

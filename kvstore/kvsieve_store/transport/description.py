@@ -4,6 +4,7 @@ else."""
 from __future__ import annotations
 
 import base64
+import ipaddress
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from kvsieve_store.addresses import TcpAddress, parse_address
 from kvsieve_store.errors import InvalidRequestError
 
 MAX_DESCRIPTION_BYTES = 1 << 20
+MAX_ADDRESS = 256
 
 Word = Annotated[int, Field(ge=0, lt=1 << 62)]
 
@@ -56,12 +58,12 @@ class Ucx(BaseModel):
 
 
 class Description(BaseModel):
-    """tcp: host:port of the listener. host: boot id. segments: empty when the memory is no file. ucx: if
-    served."""
+    """tcp: host:port of the listener, an IP address: nobody waits for a name that a peer made up. host: boot
+    id. segments: empty when the memory is no file. ucx: if served."""
 
     model_config = ConfigDict(frozen=True)
 
-    tcp: str
+    tcp: str = Field(max_length=MAX_ADDRESS)
     host: str = ""
     segments: tuple[Segment, ...] = ()
     ucx: Ucx | None = None
@@ -71,10 +73,11 @@ class Description(BaseModel):
         """`tcp`, parsed. Raises InvalidRequestError."""
         try:
             address = parse_address(self.tcp)
+            if not isinstance(address, TcpAddress):
+                raise ValueError(f"{self.tcp!r} given, host:port required")
+            ipaddress.ip_address(address.host)
         except ValueError as error:
-            raise InvalidRequestError(f"tcp: {error}") from None
-        if not isinstance(address, TcpAddress):
-            raise InvalidRequestError(f"tcp: {self.tcp!r} given, host:port required")
+            raise InvalidRequestError(f"description.tcp: {error}") from None
         return address
 
     def pack(self) -> bytes:

@@ -78,7 +78,7 @@ def _map(segment: Segment) -> NDArray[np.uint8] | None:
     """The path is the peer's word: a FIFO there must not be waited for."""
     try:
         file = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
+    except (OSError, ValueError):  # a NUL, or what is no text
         return None
     try:
         there = os.fstat(file)

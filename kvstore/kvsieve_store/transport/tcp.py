@@ -46,7 +46,7 @@ _NO_RANGES = np.zeros((0, 3), np.uint64)
 class TcpListener:
     """Answers reads of exports on a TCP port, in threads of its own, until close().
 
-    address: where it listens, the real port included.
+    address: where it listens: an IP address and the real port.
     """
 
     def __init__(
@@ -65,7 +65,9 @@ class TcpListener:
         self._links: dict[socket.socket, threading.Thread] = {}
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self._socket = socket.create_server((address.host, address.port), family=family, backlog=128)
-        self.address = TcpAddress(address.host, self._socket.getsockname()[1])
+        host, port = self._socket.getsockname()[:2]
+        # An IPv6 address as it was given: it may have a zone.
+        self.address = TcpAddress(address.host if family is socket.AF_INET6 else host, port)
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="kvsieve-tcp", daemon=True)
         self._thread.start()
@@ -166,7 +168,7 @@ class TcpLink(Link):
     transport = "tcp"
 
     def __init__(self, address: TcpAddress, memory: Memory, deadline: float) -> None:
-        """Connects. Raises LinkError."""
+        """Connects. Raises LinkError. address: an IP address: to resolve a name may take any time."""
         super().__init__(memory)
         self._reading = threading.Lock()
         self._closed = False
