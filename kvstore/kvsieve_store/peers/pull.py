@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -45,7 +45,12 @@ BATCH_BYTES = 32 << 20
 """Of one read: a link is shared by turns of so many."""
 
 READ_SECONDS = 15.0
-"""For one read of a batch, or one call of the peer."""
+"""For one read of a batch."""
+
+ANSWER_SECONDS = 2.5
+"""For the answer to an offer, beside its wait and digests; for a peer that fails, if a pull has no wait."""
+
+DIGEST_SECONDS = 1 / (1 << 30)  # of a byte
 
 WITHDRAW_SECONDS = 2.0
 """To tell the peer that it may have its blocks back; it takes them back by itself after OFFER_MS."""
@@ -224,6 +229,7 @@ class _Pull:
         self.error: KVSieveError | None = None
         self._moved_at = 0.0
         self._failing_since: float | None = None
+        self._leaving: list[asyncio.Task[None]] = []
         self.moved = asyncio.Event()
         """Set, and another one made, when blocks have come or the pull is over."""
 
@@ -247,7 +253,9 @@ class _Pull:
     async def close(self) -> None:
         """Gives the peer its blocks back, and the store the session."""
         try:
+            await self._end_offering()
             await self._leave()
+            await asyncio.gather(*self._leaving)
         finally:
             self._core.end_inner_session(self._inner)
 
@@ -256,10 +264,14 @@ class _Pull:
         self._channel = grpc.aio.insecure_channel(self._target, options=_PEER_OPTIONS)
         self._stub: Any = peer_pb2_grpc.PeerStub(self._channel)  # type: ignore[no-untyped-call]
 
-    async def _leave(self) -> None:
-        await self._end_offering()
-        await self._withdraw()
-        await self._channel.close()
+    def _leave(self) -> Coroutine[Any, Any, None]:
+        """_withdraw(), and the end of the channel."""
+
+        async def leave(channel: grpc.aio.Channel, given_back: Awaitable[None]) -> None:
+            await given_back
+            await channel.close()
+
+        return leave(self._channel, self._withdraw())
 
     def _look_here(self) -> None:
         """Counts what this store has of the blocks that are missing, and keeps it until the end."""
@@ -303,7 +315,9 @@ class _Pull:
         _log.info("pull from %s: %s", self.source, error)
         if self._failing_since is None:
             self._failing_since = asyncio.get_running_loop().time()
-        await self._leave()
+        # Behind: a peer that fails may not answer.
+        self._leaving.append(asyncio.create_task(self._leave()))
+        self._offering = None  # it is over
         self._open_channel()
         if self.plan.step != "done":
             await asyncio.sleep(min(self._backoff.wait(), self._patience()))
@@ -313,10 +327,10 @@ class _Pull:
     def _patience(self) -> float:
         """Seconds that a peer which fails is tried for from now on: who waits for blocks waits for the peer
         no longer than for a block."""
-        if self._failing_since is None or not self._wait_seconds:
+        if self._failing_since is None or self._is_fetch:
             return math.inf
-        loop = asyncio.get_running_loop()
-        return max(self._failing_since + self._wait_seconds - loop.time(), 0.0)
+        until = self._failing_since + (self._wait_seconds or ANSWER_SECONDS)
+        return max(until - asyncio.get_running_loop().time(), 0.0)
 
     async def _ask(self) -> None:
         await self._withdraw()
@@ -339,13 +353,14 @@ class _Pull:
             digests=True,
             wait_ms=int(wait * 1000),
         )
-        patience = min(READ_SECONDS + wait, self._patience())
+        slot_bytes = self._inner.layout.slot_bytes
+        hashing = slot_bytes * (len(self._keys) - self._first) * DIGEST_SECONDS
+        patience = min(wait + ANSWER_SECONDS + hashing, self._patience())
         call = self._call("Offer", self._stub.Offer(request, timeout=patience))
         self._offering = asyncio.ensure_future(call)
         self._offering_waits = wait > 0
         offer = self._offer = await asyncio.shield(self._offering)
         self._offering = None
-        slot_bytes = self._inner.layout.slot_bytes
         if offer.blocks:
             if not (
                 offer.blocks <= len(self._keys) - self._first
@@ -437,16 +452,21 @@ class _Pull:
                 request = pb.RenewRequest(token=token, lease_ms=OFFER_MS)
                 await self._call("Renew", self._stub.Renew(request, timeout=RENEW_SECONDS))
 
-    async def _withdraw(self) -> None:
+    def _withdraw(self) -> Coroutine[Any, Any, None]:
+        """Takes the offer from the pull at once; gives it back to the peer when it is awaited."""
         offer, self._offer = self._offer, pb.OfferResponse()
         if self._renewing is not None:
             self._renewing.cancel()
             self._renewing = None
-        if offer.token:
-            with suppress(KVSieveError):  # it runs out by itself
-                taken = 0 if self._is_fetch else min(self.plan.present - self._first, offer.blocks)
-                withdraw = pb.WithdrawRequest(token=offer.token, taken=taken)
-                await self._call("Withdraw", self._stub.Withdraw(withdraw, timeout=WITHDRAW_SECONDS))
+        taken = 0 if self._is_fetch else min(self.plan.present - self._first, offer.blocks)
+
+        async def withdraw(stub: Any) -> None:
+            if offer.token:
+                with suppress(KVSieveError):  # it runs out by itself
+                    request = pb.WithdrawRequest(token=offer.token, taken=taken)
+                    await self._call("Withdraw", stub.Withdraw(request, timeout=WITHDRAW_SECONDS))
+
+        return withdraw(self._stub)
 
     async def _call(self, name: str, call: Awaitable[T]) -> T:
         try:
