@@ -183,7 +183,7 @@ def pool_spec(
     known = model_id or model.model
     parts = [known, model_digest(vllm_config, with_files=model_id is None)]
     return PoolSpec(
-        name=name or (f"{known} ({attention})" if attention else known),
+        name=name or _default_name(known, attention),
         model=" ".join([*parts, f"({attention})"] if attention else parts),
         dtype=dtype,
         block_tokens=geometry.block_tokens,
@@ -193,6 +193,12 @@ def pool_spec(
         tp_size=max(plane.shards for plane in planes),  # 1 where each rank has the blocks whole
         planes=planes,
     )
+
+
+def _default_name(model: str, attention: str) -> str:
+    """Of a pool: at most 256 characters where the model's own are."""
+    suffix = f" ({attention})" if attention else ""
+    return model[: max(256 - len(suffix), 0)] + suffix
 
 
 def model_digest(vllm_config: VllmConfig, with_files: bool) -> str:

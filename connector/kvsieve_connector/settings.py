@@ -84,11 +84,11 @@ class ConnectorSettings(BaseModel):
     """Sparse mode with tensor parallelism: each rank fetches its share of rows from the arena, and reads
     the others' from their GPUs. auto: where NVLink joins them. true: the engine does not start without."""
 
-    budget_tokens: int = Field(default=1024, ge=0)
+    budget_tokens: int = Field(default=1024, ge=0, le=1 << 30)
     """Sparse mode of dense models: tokens that a decode step attends to beside the first and the newest
     blocks, in whole blocks."""
 
-    first_blocks: int = Field(default=1, ge=0)
+    first_blocks: int = Field(default=1, ge=0, le=1 << 24)
     """Sparse mode of dense models: first blocks of a request that are always attended to."""
 
     selector: SelectorName = "mean-outlier"

@@ -73,6 +73,7 @@ def test_approximate_attention_has_pools_of_its_own(copies: list[Path]) -> None:
     assert len({exact.pool_id(), one.pool_id(), other.pool_id()}) == 3
     assert len({exact.name, one.name, other.name}) == 3
     assert spec_of(copies[0], attention="quest 32", name="p").name == "p"
+    assert len(spec_of(copies[0], attention="quest 32", model_id="m" * 256).name) == 256
 
 
 def test_the_tp_size_counts_only_where_heads_are_split(copies: list[Path]) -> None:

@@ -39,10 +39,8 @@ class DensePlan:
     @property
     def attention(self) -> str:
         """What decides how far attention, and so the keys and values of what is decoded, is from exact."""
-        return (
-            f"{self.selector} {self.budget_blocks}+{self.first_blocks}+{self.window_blocks} of "
-            f"{self.block_tokens}, dense {self.dense_layers}"
-        )
+        picked = f"{self.budget_blocks}+{self.first_blocks}+{self.window_blocks}"
+        return f"{self.selector} {picked} of {self.block_tokens} dense {self.dense_layers}"
 
     @property
     def attended_blocks(self) -> int:

@@ -104,9 +104,9 @@ class SparseScheduler(SchedulerHalf):
         if attachment.slots < need:
             raise ValueError(
                 f"kvsieve: sparse mode: a request of max_model_len={self._max_model_len} tokens fills {need} "
-                f"slots, but the store's arena has room for {attachment.slots}; give the store at least "
-                f"{need * attachment.slot_bytes / 2**30:.1f} GiB (kvsieve serve --pool-size), or lower "
-                "--max-model-len"
+                f"slots, but this pool can have {attachment.slots} of the store's; give the store at least "
+                f"{need * attachment.slot_bytes / 2**30:.2g} GiB (kvsieve serve --pool-size, and a quota if "
+                "there is one), or lower --max-model-len"
             )
 
     # Matching and loading

@@ -166,6 +166,7 @@ class Attachment:
     store_version: version of the store software.
     peer_address: control address at which other stores reach this one; empty when it serves none.
     directory: whether the store has a directory, so that a match may fetch.
+    max_slots: most slots that the pool may own; 0: all of the arena.
     """
 
     epoch: int
@@ -180,11 +181,13 @@ class Attachment:
     store_version: str
     peer_address: str = ""
     directory: bool = False
+    max_slots: int = 0
 
     @property
     def slots(self) -> int:
-        """Most slots that the pool could ever have: all of the arena, without a quota or other pools."""
-        return sum(size for _, size in self.segments) // self.extent_bytes * self.slots_per_extent
+        """Most slots that the pool could ever have: its quota, or all of the arena, without other pools."""
+        arena = sum(size for _, size in self.segments) // self.extent_bytes * self.slots_per_extent
+        return min(arena, self.max_slots or arena)
 
     @staticmethod
     def of(welcome: pb.Welcome, epoch: int) -> Attachment:
@@ -200,5 +203,6 @@ class Attachment:
             lock_path=welcome.lock_path,
             store_version=welcome.store_version,
             peer_address=welcome.peer_address,
+            max_slots=welcome.max_slots,
             directory=welcome.directory,
         )

@@ -50,7 +50,7 @@ READ_SECONDS = 15.0
 ANSWER_SECONDS = 2.5
 """For the answer to an offer, beside its wait and digests; for a peer that fails, if a pull has no wait."""
 
-DIGEST_SECONDS = 1 / (1 << 30)  # of a byte
+DIGEST_SECONDS = 4 / (1 << 30)  # of a byte
 
 WITHDRAW_SECONDS = 2.0
 """To tell the peer that it may have its blocks back; it takes them back by itself after OFFER_MS."""

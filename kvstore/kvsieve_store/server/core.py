@@ -335,4 +335,5 @@ class Core:
             store_version=__version__,
             peer_address=self.peer_address,
             directory=self.directory is not None,
+            max_slots=self.state.session(stream.session_id).pool.quota * stream.layout.slots_per_extent,
         )

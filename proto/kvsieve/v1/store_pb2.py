@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvsieve/v1/store.proto\x12\nkvsieve.v1\":\n\x05Plane\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0blayer_bytes\x18\x02 \x03(\r\x12\x0e\n\x06shards\x18\x03 \x01(\r\"\xb6\x01\n\x08PoolSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\x11\n\thash_algo\x18\x05 \x01(\t\x12\x11\n\thash_seed\x18\x06 \x01(\t\x12\x0e\n\x06layout\x18\x07 \x01(\t\x12\x0f\n\x07tp_size\x18\x08 \x01(\r\x12!\n\x06planes\x18\t \x03(\x0b\x32\x11.kvsieve.v1.Plane\"&\n\x07Segment\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"V\n\x05\x41rena\x12\x10\n\x08instance\x18\x01 \x01(\x0c\x12\x14\n\x0c\x65xtent_bytes\x18\x02 \x01(\x04\x12%\n\x08segments\x18\x03 \x03(\x0b\x32\x13.kvsieve.v1.Segment\"-\n\x07\x43redits\x12\r\n\x05slots\x18\x01 \x03(\x07\x12\x13\n\x0bgenerations\x18\x02 \x03(\x07\"\x8c\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\"\n\x04pool\x18\x02 \x01(\x0b\x32\x14.kvsieve.v1.PoolSpec\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x0e\n\x06\x63lient\x18\x04 \x01(\t\x12\x15\n\rcredit_target\x18\x05 \x01(\r\x12\x0b\n\x03pid\x18\x06 \x01(\r\"!\n\tHeartbeat\x12\x14\n\x0crenew_leases\x18\x01 \x03(\x04\"j\n\rAttachRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.kvsieve.v1.HelloH\x00\x12*\n\theartbeat\x18\x02 \x01(\x0b\x32\x15.kvsieve.v1.HeartbeatH\x00\x42\t\n\x07message\"^\n\x06Limits\x12\x16\n\x0emax_match_keys\x18\x01 \x01(\r\x12\x11\n\tmax_batch\x18\x02 \x01(\r\x12\x14\n\x0cmax_lease_ms\x18\x03 \x01(\r\x12\x13\n\x0bmax_credits\x18\x04 \x01(\r\"\xec\x02\n\x07Welcome\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0f\n\x07pool_id\x18\x02 \x01(\x0c\x12 \n\x05\x61rena\x18\x03 \x01(\x0b\x32\x11.kvsieve.v1.Arena\x12\x12\n\nslot_bytes\x18\x04 \x01(\x04\x12\x18\n\x10slots_per_extent\x18\x05 \x01(\r\x12\x14\n\x0cslots_offset\x18\x06 \x01(\x04\x12\x11\n\tlock_path\x18\x07 \x01(\t\x12\x1d\n\x15heartbeat_interval_ms\x18\x08 \x01(\r\x12\x1a\n\x12session_timeout_ms\x18\t \x01(\r\x12\"\n\x06limits\x18\n \x01(\x0b\x32\x12.kvsieve.v1.Limits\x12$\n\x07\x63redits\x18\x0b \x01(\x0b\x32\x13.kvsieve.v1.Credits\x12\x15\n\rstore_version\x18\x0c \x01(\t\x12\x14\n\x0cpeer_address\x18\r \x01(\t\x12\x11\n\tdirectory\x18\x0e \x01(\x08\"\x1f\n\x08\x44raining\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"\x95\x01\n\x0e\x41ttachResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.kvsieve.v1.WelcomeH\x00\x12&\n\x07\x63redits\x18\x02 \x01(\x0b\x32\x13.kvsieve.v1.CreditsH\x00\x12(\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x14.kvsieve.v1.DrainingH\x00\x42\t\n\x07message\"B\n\x0cMatchRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\"E\n\rMatchResponse\x12\r\n\x05slots\x18\x01 \x03(\x07\x12\x13\n\x0bgenerations\x18\x02 \x03(\x07\x12\x10\n\x08lease_id\x18\x03 \x01(\x04\"3\n\x0eReserveRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"7\n\x0fReserveResponse\x12$\n\x07\x63redits\x18\x01 \x01(\x0b\x32\x13.kvsieve.v1.Credits\"\x88\x01\n\x0bSealRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x0f\n\x07parents\x18\x03 \x01(\x0c\x12\r\n\x05slots\x18\x04 \x03(\x07\x12\x13\n\x0bgenerations\x18\x05 \x03(\x07\x12\x10\n\x08lease_ms\x18\x06 \x01(\r\x12\x10\n\x08lease_id\x18\x07 \x01(\x04\"n\n\x0cSealResponse\x12&\n\x06status\x18\x01 \x03(\x0e\x32\x16.kvsieve.v1.SealStatus\x12$\n\x07\x63redits\x18\x02 \x01(\x0b\x32\x13.kvsieve.v1.Credits\x12\x10\n\x08lease_id\x18\x03 \x01(\x04\"[\n\x0eReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\x12\r\n\x05slots\x18\x03 \x03(\x07\x12\x13\n\x0bgenerations\x18\x04 \x03(\x07\"0\n\x0fReleaseResponse\x12\x0e\n\x06leases\x18\x01 \x01(\r\x12\r\n\x05slots\x18\x02 \x01(\r*\\\n\nSealStatus\x12\x1b\n\x17SEAL_STATUS_UNSPECIFIED\x10\x00\x12\x16\n\x12SEAL_STATUS_SEALED\x10\x01\x12\x19\n\x15SEAL_STATUS_DUPLICATE\x10\x02\x32\xcd\x02\n\x05Store\x12\x43\n\x06\x41ttach\x12\x19.kvsieve.v1.AttachRequest\x1a\x1a.kvsieve.v1.AttachResponse(\x01\x30\x01\x12<\n\x05Match\x12\x18.kvsieve.v1.MatchRequest\x1a\x19.kvsieve.v1.MatchResponse\x12\x42\n\x07Reserve\x12\x1a.kvsieve.v1.ReserveRequest\x1a\x1b.kvsieve.v1.ReserveResponse\x12\x39\n\x04Seal\x12\x17.kvsieve.v1.SealRequest\x1a\x18.kvsieve.v1.SealResponse\x12\x42\n\x07Release\x12\x1a.kvsieve.v1.ReleaseRequest\x1a\x1b.kvsieve.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvsieve/v1/store.proto\x12\nkvsieve.v1\":\n\x05Plane\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0blayer_bytes\x18\x02 \x03(\r\x12\x0e\n\x06shards\x18\x03 \x01(\r\"\xb6\x01\n\x08PoolSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\x11\n\thash_algo\x18\x05 \x01(\t\x12\x11\n\thash_seed\x18\x06 \x01(\t\x12\x0e\n\x06layout\x18\x07 \x01(\t\x12\x0f\n\x07tp_size\x18\x08 \x01(\r\x12!\n\x06planes\x18\t \x03(\x0b\x32\x11.kvsieve.v1.Plane\"&\n\x07Segment\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"V\n\x05\x41rena\x12\x10\n\x08instance\x18\x01 \x01(\x0c\x12\x14\n\x0c\x65xtent_bytes\x18\x02 \x01(\x04\x12%\n\x08segments\x18\x03 \x03(\x0b\x32\x13.kvsieve.v1.Segment\"-\n\x07\x43redits\x12\r\n\x05slots\x18\x01 \x03(\x07\x12\x13\n\x0bgenerations\x18\x02 \x03(\x07\"\x8c\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\"\n\x04pool\x18\x02 \x01(\x0b\x32\x14.kvsieve.v1.PoolSpec\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x0e\n\x06\x63lient\x18\x04 \x01(\t\x12\x15\n\rcredit_target\x18\x05 \x01(\r\x12\x0b\n\x03pid\x18\x06 \x01(\r\"!\n\tHeartbeat\x12\x14\n\x0crenew_leases\x18\x01 \x03(\x04\"j\n\rAttachRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.kvsieve.v1.HelloH\x00\x12*\n\theartbeat\x18\x02 \x01(\x0b\x32\x15.kvsieve.v1.HeartbeatH\x00\x42\t\n\x07message\"^\n\x06Limits\x12\x16\n\x0emax_match_keys\x18\x01 \x01(\r\x12\x11\n\tmax_batch\x18\x02 \x01(\r\x12\x14\n\x0cmax_lease_ms\x18\x03 \x01(\r\x12\x13\n\x0bmax_credits\x18\x04 \x01(\r\"\xff\x02\n\x07Welcome\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0f\n\x07pool_id\x18\x02 \x01(\x0c\x12 \n\x05\x61rena\x18\x03 \x01(\x0b\x32\x11.kvsieve.v1.Arena\x12\x12\n\nslot_bytes\x18\x04 \x01(\x04\x12\x18\n\x10slots_per_extent\x18\x05 \x01(\r\x12\x14\n\x0cslots_offset\x18\x06 \x01(\x04\x12\x11\n\tlock_path\x18\x07 \x01(\t\x12\x1d\n\x15heartbeat_interval_ms\x18\x08 \x01(\r\x12\x1a\n\x12session_timeout_ms\x18\t \x01(\r\x12\"\n\x06limits\x18\n \x01(\x0b\x32\x12.kvsieve.v1.Limits\x12$\n\x07\x63redits\x18\x0b \x01(\x0b\x32\x13.kvsieve.v1.Credits\x12\x15\n\rstore_version\x18\x0c \x01(\t\x12\x14\n\x0cpeer_address\x18\r \x01(\t\x12\x11\n\tdirectory\x18\x0e \x01(\x08\x12\x11\n\tmax_slots\x18\x0f \x01(\r\"\x1f\n\x08\x44raining\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"\x95\x01\n\x0e\x41ttachResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.kvsieve.v1.WelcomeH\x00\x12&\n\x07\x63redits\x18\x02 \x01(\x0b\x32\x13.kvsieve.v1.CreditsH\x00\x12(\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x14.kvsieve.v1.DrainingH\x00\x42\t\n\x07message\"B\n\x0cMatchRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\"E\n\rMatchResponse\x12\r\n\x05slots\x18\x01 \x03(\x07\x12\x13\n\x0bgenerations\x18\x02 \x03(\x07\x12\x10\n\x08lease_id\x18\x03 \x01(\x04\"3\n\x0eReserveRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"7\n\x0fReserveResponse\x12$\n\x07\x63redits\x18\x01 \x01(\x0b\x32\x13.kvsieve.v1.Credits\"\x88\x01\n\x0bSealRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x0f\n\x07parents\x18\x03 \x01(\x0c\x12\r\n\x05slots\x18\x04 \x03(\x07\x12\x13\n\x0bgenerations\x18\x05 \x03(\x07\x12\x10\n\x08lease_ms\x18\x06 \x01(\r\x12\x10\n\x08lease_id\x18\x07 \x01(\x04\"n\n\x0cSealResponse\x12&\n\x06status\x18\x01 \x03(\x0e\x32\x16.kvsieve.v1.SealStatus\x12$\n\x07\x63redits\x18\x02 \x01(\x0b\x32\x13.kvsieve.v1.Credits\x12\x10\n\x08lease_id\x18\x03 \x01(\x04\"[\n\x0eReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\x12\r\n\x05slots\x18\x03 \x03(\x07\x12\x13\n\x0bgenerations\x18\x04 \x03(\x07\"0\n\x0fReleaseResponse\x12\x0e\n\x06leases\x18\x01 \x01(\r\x12\r\n\x05slots\x18\x02 \x01(\r*\\\n\nSealStatus\x12\x1b\n\x17SEAL_STATUS_UNSPECIFIED\x10\x00\x12\x16\n\x12SEAL_STATUS_SEALED\x10\x01\x12\x19\n\x15SEAL_STATUS_DUPLICATE\x10\x02\x32\xcd\x02\n\x05Store\x12\x43\n\x06\x41ttach\x12\x19.kvsieve.v1.AttachRequest\x1a\x1a.kvsieve.v1.AttachResponse(\x01\x30\x01\x12<\n\x05Match\x12\x18.kvsieve.v1.MatchRequest\x1a\x19.kvsieve.v1.MatchResponse\x12\x42\n\x07Reserve\x12\x1a.kvsieve.v1.ReserveRequest\x1a\x1b.kvsieve.v1.ReserveResponse\x12\x39\n\x04Seal\x12\x17.kvsieve.v1.SealRequest\x1a\x18.kvsieve.v1.SealResponse\x12\x42\n\x07Release\x12\x1a.kvsieve.v1.ReleaseRequest\x1a\x1b.kvsieve.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvsieve.v1.store_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SEALSTATUS']._serialized_start=2035
-  _globals['_SEALSTATUS']._serialized_end=2127
+  _globals['_SEALSTATUS']._serialized_start=2054
+  _globals['_SEALSTATUS']._serialized_end=2146
   _globals['_PLANE']._serialized_start=38
   _globals['_PLANE']._serialized_end=96
   _globals['_POOLSPEC']._serialized_start=99
@@ -52,27 +52,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LIMITS']._serialized_start=744
   _globals['_LIMITS']._serialized_end=838
   _globals['_WELCOME']._serialized_start=841
-  _globals['_WELCOME']._serialized_end=1205
-  _globals['_DRAINING']._serialized_start=1207
-  _globals['_DRAINING']._serialized_end=1238
-  _globals['_ATTACHRESPONSE']._serialized_start=1241
-  _globals['_ATTACHRESPONSE']._serialized_end=1390
-  _globals['_MATCHREQUEST']._serialized_start=1392
-  _globals['_MATCHREQUEST']._serialized_end=1458
-  _globals['_MATCHRESPONSE']._serialized_start=1460
-  _globals['_MATCHRESPONSE']._serialized_end=1529
-  _globals['_RESERVEREQUEST']._serialized_start=1531
-  _globals['_RESERVEREQUEST']._serialized_end=1582
-  _globals['_RESERVERESPONSE']._serialized_start=1584
-  _globals['_RESERVERESPONSE']._serialized_end=1639
-  _globals['_SEALREQUEST']._serialized_start=1642
-  _globals['_SEALREQUEST']._serialized_end=1778
-  _globals['_SEALRESPONSE']._serialized_start=1780
-  _globals['_SEALRESPONSE']._serialized_end=1890
-  _globals['_RELEASEREQUEST']._serialized_start=1892
-  _globals['_RELEASEREQUEST']._serialized_end=1983
-  _globals['_RELEASERESPONSE']._serialized_start=1985
-  _globals['_RELEASERESPONSE']._serialized_end=2033
-  _globals['_STORE']._serialized_start=2130
-  _globals['_STORE']._serialized_end=2463
+  _globals['_WELCOME']._serialized_end=1224
+  _globals['_DRAINING']._serialized_start=1226
+  _globals['_DRAINING']._serialized_end=1257
+  _globals['_ATTACHRESPONSE']._serialized_start=1260
+  _globals['_ATTACHRESPONSE']._serialized_end=1409
+  _globals['_MATCHREQUEST']._serialized_start=1411
+  _globals['_MATCHREQUEST']._serialized_end=1477
+  _globals['_MATCHRESPONSE']._serialized_start=1479
+  _globals['_MATCHRESPONSE']._serialized_end=1548
+  _globals['_RESERVEREQUEST']._serialized_start=1550
+  _globals['_RESERVEREQUEST']._serialized_end=1601
+  _globals['_RESERVERESPONSE']._serialized_start=1603
+  _globals['_RESERVERESPONSE']._serialized_end=1658
+  _globals['_SEALREQUEST']._serialized_start=1661
+  _globals['_SEALREQUEST']._serialized_end=1797
+  _globals['_SEALRESPONSE']._serialized_start=1799
+  _globals['_SEALRESPONSE']._serialized_end=1909
+  _globals['_RELEASEREQUEST']._serialized_start=1911
+  _globals['_RELEASEREQUEST']._serialized_end=2002
+  _globals['_RELEASERESPONSE']._serialized_start=2004
+  _globals['_RELEASERESPONSE']._serialized_end=2052
+  _globals['_STORE']._serialized_start=2149
+  _globals['_STORE']._serialized_end=2482
 # @@protoc_insertion_point(module_scope)

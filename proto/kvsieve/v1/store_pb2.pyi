@@ -117,7 +117,7 @@ class Limits(_message.Message):
     def __init__(self, max_match_keys: _Optional[int] = ..., max_batch: _Optional[int] = ..., max_lease_ms: _Optional[int] = ..., max_credits: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("session_id", "pool_id", "arena", "slot_bytes", "slots_per_extent", "slots_offset", "lock_path", "heartbeat_interval_ms", "session_timeout_ms", "limits", "credits", "store_version", "peer_address", "directory")
+    __slots__ = ("session_id", "pool_id", "arena", "slot_bytes", "slots_per_extent", "slots_offset", "lock_path", "heartbeat_interval_ms", "session_timeout_ms", "limits", "credits", "store_version", "peer_address", "directory", "max_slots")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     ARENA_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +132,7 @@ class Welcome(_message.Message):
     STORE_VERSION_FIELD_NUMBER: _ClassVar[int]
     PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    MAX_SLOTS_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     pool_id: bytes
     arena: Arena
@@ -146,7 +147,8 @@ class Welcome(_message.Message):
     store_version: str
     peer_address: str
     directory: bool
-    def __init__(self, session_id: _Optional[bytes] = ..., pool_id: _Optional[bytes] = ..., arena: _Optional[_Union[Arena, _Mapping]] = ..., slot_bytes: _Optional[int] = ..., slots_per_extent: _Optional[int] = ..., slots_offset: _Optional[int] = ..., lock_path: _Optional[str] = ..., heartbeat_interval_ms: _Optional[int] = ..., session_timeout_ms: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., store_version: _Optional[str] = ..., peer_address: _Optional[str] = ..., directory: bool = ...) -> None: ...
+    max_slots: int
+    def __init__(self, session_id: _Optional[bytes] = ..., pool_id: _Optional[bytes] = ..., arena: _Optional[_Union[Arena, _Mapping]] = ..., slot_bytes: _Optional[int] = ..., slots_per_extent: _Optional[int] = ..., slots_offset: _Optional[int] = ..., lock_path: _Optional[str] = ..., heartbeat_interval_ms: _Optional[int] = ..., session_timeout_ms: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., store_version: _Optional[str] = ..., peer_address: _Optional[str] = ..., directory: bool = ..., max_slots: _Optional[int] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("deadline_ms",)
