@@ -82,7 +82,7 @@ _PEER_OPTIONS = (
     # The time to connect, too. A wire that is cut, or a store that hangs, is noticed as soon as in a read.
     ("grpc.min_reconnect_backoff_ms", 2_500),
     ("grpc.keepalive_time_ms", 1_000),
-    ("grpc.keepalive_timeout_ms", 1_500),
+    ("grpc.keepalive_timeout_ms", 2_500),
 )
 
 _NO_KEY = bytes(KEY_BYTES)
