@@ -9,8 +9,7 @@ STUBS := .cache/stubs
 UV_INSTALL := $(BIN)/uv pip install -q --python $(BIN)/python
 # The CPU build of torch: from a folder of wheels if one is named, else from where uv knows it to be.
 TORCH_CPU := $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)",--torch-backend=cpu)
-# A file's tests on one process. Engines of the tests have one thread each, and much of a test is waiting.
-PYTEST := $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -q
 GENERATE := $(BIN)/uv run -q --isolated --no-project --python $(BIN)/python \
 	--with grpcio-tools==1.76.0 --with 'setuptools<81' bash proto/generate.sh
 
