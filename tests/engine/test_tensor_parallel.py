@@ -87,18 +87,3 @@ def test_each_rank_reads_its_heads_of_the_arena(
         assert max(a.distance(b) for a, b in zip(answers, stock, strict=True)) <= 1e-3
         assert stats["staged_blocks"] > 0
     assert stats["loaded_blocks"] == 0
-
-
-def test_ranks_pick_together_what_one_would(engine: Engine, store: StoreProcess, tiny_qwen3: Path) -> None:
-    prompts = [prompt(1500, 0)]
-    common = {"dtype": "float32", "max_num_batched_tokens": 256, "disable_log_stats": False}
-    answers, picked = [], []
-    for ranks, args in enumerate((common | {"kv_cache_memory_bytes": 3 << 20}, TWO_RANKS | common), 1):
-        own = {"mode": "sparse", "budget_tokens": 256, "pool": f"{ranks} ranks"}
-        args = {"kv_cache_memory_bytes": 3 << 19} | args
-        with engine(tiny_qwen3, store.endpoint, kvsieve=own, **args) as llm:
-            answers.append(generate(llm, prompts)[0])
-            seals_done(llm)
-            picked.append(counters(llm)["asked_pieces"])
-    assert picked[0] == picked[1] > 0
-    assert answers[0].distance(answers[1]) <= 1e-3
