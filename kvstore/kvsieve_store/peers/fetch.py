@@ -10,7 +10,7 @@ from kvsieve.v1 import peer_pb2 as pb
 from kvsieve_store.directory.directory import Directory
 from kvsieve_store.directory.holders import Holder
 from kvsieve_store.errors import KVSieveError, NotFoundError
-from kvsieve_store.peers.pull import Puller, keys_of
+from kvsieve_store.peers.puller import Puller, keys_of
 from kvsieve_store.server.core import Core
 from kvsieve_store.state import Session
 

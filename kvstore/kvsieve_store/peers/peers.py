@@ -9,7 +9,7 @@ from kvsieve_store.peers.holds import Holds
 from kvsieve_store.peers.links import PeerLinks
 from kvsieve_store.peers.offers import Offers
 from kvsieve_store.peers.plane import DataPlane
-from kvsieve_store.peers.pull import Puller
+from kvsieve_store.peers.puller import Puller
 from kvsieve_store.server.core import Core
 
 

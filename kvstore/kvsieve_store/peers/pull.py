@@ -1,4 +1,4 @@
-"""Pull: brings blocks from another store."""
+"""One pull: offers, reads, digests and seals, until all blocks are here or none comes any more."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +17,6 @@ import numpy as np
 
 from kvsieve.v1 import peer_pb2 as pb
 from kvsieve.v1 import peer_pb2_grpc
-from kvsieve_store.addresses import TcpAddress, UnixAddress, parse_address
 from kvsieve_store.client.backoff import Backoff
 from kvsieve_store.client.channel import CHANNEL_OPTIONS, call_error
 from kvsieve_store.errors import (
@@ -33,7 +33,7 @@ from kvsieve_store.peers.plane import DIGEST_BYTES, SHORT_BYTES, DataPlane
 from kvsieve_store.peers.threads import in_thread
 from kvsieve_store.protocol.limits import KEY_BYTES, MAX_BATCH
 from kvsieve_store.server.core import Core, InnerSession
-from kvsieve_store.state import Grant, Session
+from kvsieve_store.state import Grant
 from kvsieve_store.transport.description import Description
 from kvsieve_store.transport.memory import U64Array
 
@@ -70,9 +70,6 @@ EMPTY_SECONDS = 0.05
 """Pause after an offer without blocks: a store that does not wait is not asked in a loop."""
 
 ATTEMPTS = 4
-MAX_PULLS = 256
-MAX_SOURCE = 256
-MAX_TIMEOUT_MS = 600_000
 
 _PEER_OPTIONS = (
     *(each for each in CHANNEL_OPTIONS if not each[0].startswith("grpc.keepalive")),
@@ -85,127 +82,36 @@ _PEER_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 2_500),
 )
 
-_NO_KEY = bytes(KEY_BYTES)
+NO_KEY = bytes(KEY_BYTES)
 
 
-class Puller:
-    """Runs in the event loop's thread. Slots that a read may write to belong to a session of the store's own,
-    and are given to nobody else before the read is known to be over."""
+@dataclass(eq=False, slots=True)
+class Common:
+    """What the pulls of a store have in common. claims: (source, pool id, key) -> the pull that brings the
+    block; others of the same source wait for it. waits: times that a pull waited for blocks that the other
+    store had not got; only grows."""
 
-    def __init__(self, core: Core, plane: DataPlane, links: PeerLinks) -> None:
-        self._core = core
-        self._plane = plane
-        self._links = links
-        self._running: dict[asyncio.Timeout, tuple[Session, _Pull]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
-        self.claims: dict[tuple[str, bytes, bytes], _Pull] = {}
-        """(source, pool id, key) -> the pull that brings the block; others of the same source wait for it."""
-        self.waits = 0
-        """Times that a pull waited for blocks that the other store had not got; only grows."""
-
-    @property
-    def pulls(self) -> int:
-        """Under way."""
-        return len(self._running)
-
-    async def pull(self, request: pb.PullRequest) -> pb.PullResponse:
-        """Raises what kvsieve.v1.Peer.Pull says."""
-        session = self._core.state.session(request.session_id)
-        keys = keys_of(request)
-        plan, error = await self.bring(session, request, keys)
-        if error is not None and not plan.present:
-            raise UnavailableError(f"pull from {request.source}: {plan.reason}")
-        return pb.PullResponse(
-            present=plan.present, pulled=plan.pulled, damaged=plan.damaged, reason=plan.reason
-        )
-
-    async def bring(
-        self, session: Session, request: pb.PullRequest, keys: Sequence[bytes], *, is_fetch: bool = False
-    ) -> tuple[PullPlan, KVSieveError | None]:
-        """Brings the keys into the session's pool from the request's source; the plan at its end, and the
-        last error of the peer.
-
-        is_fetch: from a store that the directory named: it is tried once, and what is held there for a
-        hand-off stays held. Raises InvalidRequestError (source), CapacityError, UnavailableError (this store
-        is not ready).
-        """
-        target = self._target(request.source)
-        if self.pulls + len(self._closing) >= MAX_PULLS:
-            raise CapacityError(f"pulls: {MAX_PULLS} are under way, the most; try again later")
-        inner = self._core.open_inner_session(session.pool.spec, f"peer (pull from {request.source})")
-        pull = _Pull(self, inner, target, keys, request, is_fetch)
-        deadline = asyncio.timeout(request.timeout_ms / 1000)
-        self._running[deadline] = (session, pull)
-        try:
-            async with deadline:
-                await pull.run()
-        except TimeoutError:
-            pull.plan.stop(
-                "session_id: the session has ended"
-                if session.ended
-                else f"timeout_ms: {request.timeout_ms} ms have passed"
-            )
-        finally:
-            del self._running[deadline]
-            # Behind the answer: nobody who waits for these blocks waits for the peer to have its own back.
-            closing = asyncio.create_task(pull.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-        return pull.plan, pull.error
-
-    def coming(self, pool_id: bytes, key: bytes) -> asyncio.Event | None:
-        """When a pull, from whichever store, brings the block: what is set once it has brought some, or is
-        over."""
-        for source in {pull.source for _, pull in self._running.values()}:
-            owner = self.claims.get((source, pool_id, key))
-            if owner is not None:
-                return owner.moved
-        return None
-
-    def tick(self) -> None:
-        """Ends the pulls of sessions that have ended."""
-        for deadline, (session, _) in self._running.items():
-            if session.ended and not deadline.expired():
-                deadline.reschedule(0)
-
-    async def close(self) -> None:
-        """Returns once the peers have their blocks back, as far as they listen."""
-        if self._closing:
-            await asyncio.wait(self._closing)
-
-    def _target(self, source: str) -> str:
-        """What gRPC connects to. Raises InvalidRequestError."""
-        if not 1 <= len(source) <= MAX_SOURCE:
-            raise InvalidRequestError(f"source: {len(source)} characters given, 1 to {MAX_SOURCE} allowed")
-        try:
-            address = parse_address(source)
-        except ValueError as error:
-            raise InvalidRequestError(f"source: {error}") from None
-        if isinstance(address, UnixAddress):
-            return address.grpc_target
-        assert isinstance(address, TcpAddress)
-        if not address.is_loopback and not self._core.settings.allow_insecure_tcp:
-            raise InvalidRequestError(
-                f"source: {source} is not a loopback address, and TCP here is neither encrypted nor "
-                "authenticated; to pull from there all the same start the store with --allow-insecure-tcp"
-            )
-        return address.host_port
+    core: Core
+    plane: DataPlane
+    links: PeerLinks
+    claims: dict[tuple[str, bytes, bytes], Pull] = field(default_factory=dict)
+    waits: int = 0
 
 
-class _Pull:
-    """One of them."""
+class Pull:
+    """One pull, of chained keys from one store. Runs in the event loop's thread."""
 
     def __init__(
         self,
-        puller: Puller,
+        common: Common,
         inner: InnerSession,
         target: str,
         keys: Sequence[bytes],
         request: pb.PullRequest,
         is_fetch: bool,
     ) -> None:
-        self._puller = puller
-        self._core, self._plane, self._links = puller._core, puller._plane, puller._links
+        self._common = common
+        self._core, self._plane, self._links = common.core, common.plane, common.links
         self._inner = inner
         self._pool_id = inner.session.pool_id
         self.source = request.source
@@ -215,7 +121,7 @@ class _Pull:
         self._target = target
         self._open_channel()
         self._keys = keys
-        self._parents = [request.parent or _NO_KEY, *keys]
+        self._parents = [request.parent or NO_KEY, *keys]
         self._offer = pb.OfferResponse()
         self._renewing: asyncio.Task[None] | None = None
         self._offering: asyncio.Future[pb.OfferResponse] | None = None
@@ -293,7 +199,7 @@ class _Pull:
     def _claim(self) -> asyncio.Event | None:
         """Claims the blocks that are missing and that no other pull brings; what to wait for when another one
         brings the first."""
-        claims, missing = self._puller.claims, self._keys[self.plan.present :]
+        claims, missing = self._common.claims, self._keys[self.plan.present :]
         owner = claims.setdefault((self.source, self._pool_id, missing[0]), self)
         if owner is not self:
             return owner.moved
@@ -302,7 +208,7 @@ class _Pull:
         return None
 
     def _unclaim(self) -> None:
-        claims = self._puller.claims
+        claims = self._common.claims
         for key in self._keys:
             place = (self.source, self._pool_id, key)
             if claims.get(place) is self:
@@ -376,7 +282,7 @@ class _Pull:
             self._renewing = asyncio.ensure_future(self._renew(offer.token))
         self.plan.offered(offer.blocks, more_may_come=left > 0)
         if not offer.blocks and left > 0:
-            self._puller.waits += 1
+            self._common.waits += 1
             await asyncio.sleep(EMPTY_SECONDS)
             self._look_here()
 
@@ -473,26 +379,6 @@ class _Pull:
             return await call
         except grpc.aio.AioRpcError as error:
             raise call_error(error, name, self.source) from None
-
-
-def keys_of(request: pb.PullRequest) -> list[bytes]:
-    """Raises InvalidRequestError for keys, parent, timeout_ms or wait_ms."""
-    raw: bytes = request.keys
-    count, rest = divmod(len(raw), KEY_BYTES)
-    if rest or not 1 <= count <= MAX_BATCH:
-        raise InvalidRequestError(
-            f"keys: {len(raw)} bytes given, 1 to {MAX_BATCH} keys of {KEY_BYTES} bytes allowed"
-        )
-    if len(request.parent) not in (0, KEY_BYTES):
-        raise InvalidRequestError(f"parent: {len(request.parent)} bytes given, 0 or {KEY_BYTES} allowed")
-    if not 1 <= request.timeout_ms <= MAX_TIMEOUT_MS:
-        raise InvalidRequestError(f"timeout_ms: {request.timeout_ms} given, 1 to {MAX_TIMEOUT_MS} allowed")
-    keys = [raw[i : i + KEY_BYTES] for i in range(0, len(raw), KEY_BYTES)]
-    if request.wait_ms > MAX_TIMEOUT_MS:
-        raise InvalidRequestError(f"wait_ms: {request.wait_ms} given, 0 to {MAX_TIMEOUT_MS} allowed")
-    if _NO_KEY in keys:
-        raise InvalidRequestError(f"keys[{keys.index(_NO_KEY)}]: all zero, which stands for no block")
-    return keys
 
 
 def _sound(plane: DataPlane, offsets: U64Array, size: int, wanted: bytes) -> int:
