@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
+from vllm.distributed.kv_events import BlockStored
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    generate_block_hash_extra_keys,
+    hash_block_tokens,
+    maybe_convert_block_hash,
+)
 
 from kvsieve_connector.geometry import group_block_tokens, store_block_tokens
 from kvsieve_connector.metadata import BlockPages
@@ -17,6 +23,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 HashFunction = Callable[[Any], bytes]
+
+MEDIUM = "CPU"
+"""Medium of our KV events: the host's memory."""
 
 
 class Blocks:
@@ -75,6 +84,19 @@ class Blocks:
         tokens = request.all_token_ids[start:end]
         inner = hash_block_tokens(self._hash_fn, BlockHash(parent) if parent else None, tokens, extra)
         return hashlib.sha256(b"kvsieve tail v1\0" + bytes(inner)).digest()
+
+    def stored_event(self, request: Request, index: int) -> BlockStored:
+        """What vLLM's KV events say of a block that the store has."""
+        parent, first, lora = self.parent(request, index), index * self.tokens, request.lora_request
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(BlockHash(self.key(request, index)))],
+            parent_block_hash=maybe_convert_block_hash(BlockHash(parent)) if parent else None,
+            token_ids=list(request.all_token_ids[first : first + self.tokens]),
+            block_size=self.tokens,
+            lora_id=lora.adapter_id if lora else None,
+            medium=MEDIUM,
+            lora_name=lora.name if lora else None,
+        )
 
     # Pages
 

@@ -64,7 +64,7 @@ class SaveJob:
     failed: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Sealing:
     """Blocks whose seal has been sent. future: of one SealResult per job; in sparse mode of a Held."""
 

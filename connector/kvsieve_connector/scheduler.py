@@ -12,15 +12,13 @@ and what was promised to vLLM (a load) is ordered in any case: the workers refus
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_events import BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.request import RequestStatus
 
 from kvsieve_connector.blocks import Blocks
@@ -35,6 +33,7 @@ from kvsieve_connector.handoff import (
 )
 from kvsieve_connector.metadata import BlockPages, LoadOrder, SaveOrder, StepOrders, WorkerReport
 from kvsieve_connector.requests import Load, RequestState, SaveJob, Sealing
+from kvsieve_connector.saves import Saves
 from kvsieve_connector.settings import ConnectorSettings
 from kvsieve_connector.stats import KVSieveStats
 from kvsieve_store.client import Attachment, Fetch, Match, SealEntry, SealResult, SlotRef, StoreClient
@@ -48,9 +47,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.kvsieve")
-
-MEDIUM = "CPU"
-"""Medium of our KV events: the host's memory."""
 
 ResolveBlockIds = Callable[[str], tuple[list[int], ...]]
 
@@ -69,7 +65,6 @@ class SchedulerHalf:
         hash_fn = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         self.blocks = Blocks(kv_cache_config, hash_fn)
         self.block_tokens = self.blocks.tokens
-        self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._max_running = vllm_config.scheduler_config.max_num_seqs
         events = vllm_config.kv_events_config
         self._with_events = bool(events and events.enable_kv_cache_events)
@@ -83,11 +78,7 @@ class SchedulerHalf:
         self._requests: dict[str, RequestState] = {}
         self._new_loads: list[LoadOrder] = []
         self._loads: dict[str, Load] = {}
-        self._jobs: dict[int, SaveJob] = {}
-        self._next_job = 1
-        self._in_flight: Counter[bytes] = Counter()
-        """Keys being written or sealed, and how many blocks of each."""
-        self._sealing: list[Sealing] = []
+        self._saves = Saves(vllm_config.parallel_config.tensor_parallel_size)
         self._arrivals = Arrivals(settings, self.stats)
         self._departures = Departures(settings.handoff_lease_ms / 1000)
         self._credit_target = 0
@@ -275,37 +266,26 @@ class SchedulerHalf:
                         self._save_tail(state, tokens, block_state.resolve_block_ids, orders)
         self._poll_seals()
         self._arrivals.poll(self._client)
-        self._departures.poll(self._client, self._in_flight)
+        self._departures.poll(self._client, self._saves)
         self._give_back()
         return orders
 
     def take_report(self, report: WorkerReport | None) -> None:
         """Seals the blocks that every rank has written: one batch."""
         self._poll_seals()
-        ready: list[SaveJob] = []
         if report is not None:
             self._unready += report.unready.get(self._sent_epoch, 0)
-            for number in report.saved.keys() | report.failed.keys():
-                job = self._jobs.get(number)
-                if job is None:
-                    continue
-                job.written += report.saved.get(number, 0)
-                job.failed += report.failed.get(number, 0)
-                # A rank that is not done may still write to the slot.
-                if job.written + job.failed >= self._ranks:
-                    del self._jobs[number]
-                    if job.failed:
-                        self._abandon(job)
-                    else:
-                        ready.append(job)
-        if ready and self._client is not None:
-            self._seal(ready, self._client)
-        self._departures.poll(self._client, self._in_flight)
+            ready, failed = self._saves.reported(report)
+            for job in failed:
+                self._abandon(job)
+            if ready and self._client is not None:
+                self._seal(ready, self._client)
+        self._departures.poll(self._client, self._saves)
         self._give_back()
 
     def _seal(self, ready: list[SaveJob], client: StoreClient) -> None:
         entries = [SealEntry(job.key, job.parent, job.ref) for job in ready]
-        self._sealing.append(Sealing(ready, client.seal_async(entries, epoch=self._sent_epoch)))
+        self._saves.sent(Sealing(ready, client.seal_async(entries, epoch=self._sent_epoch)))
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks of running requests are about to come free."""
@@ -313,7 +293,7 @@ class SchedulerHalf:
 
     def has_pending_work(self) -> bool:
         """Whether the engine should step on although no request runs: reports or answers are due."""
-        return bool(self._jobs or self._sealing or self._departures)
+        return bool(self._saves or self._departures)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """`kv_transfer_params` for the answer of a request that goes on elsewhere."""
@@ -357,14 +337,14 @@ class SchedulerHalf:
         key, full = self.blocks.tail_key(request), self.blocks.full(request)
         if not key:
             return
-        if key in self._in_flight:
+        if key in self._saves:
             state.tail_saved = True
             return
         assert self._client is not None
         for ref in self._client.take_credits(1, epoch=self._sent_epoch):
             (block,) = self.blocks.pages(resolve(request.request_id), [full])
             job = SaveJob(key, self.blocks.parent(request, full), ref, None)
-            orders.saves.append(SaveOrder(self._begin(job), ref.slot, block))
+            orders.saves.append(SaveOrder(self._saves.begin(job), ref.slot, block))
             state.tail_saved = True
 
     def _depart(self, state: RequestState) -> dict[str, Any] | None:
@@ -406,7 +386,7 @@ class SchedulerHalf:
         wanted = [
             (index, key)
             for index in range(state.known, full)
-            if (key := self.blocks.key(request, index)) not in self._in_flight
+            if (key := self.blocks.key(request, index)) not in self._saves
         ]
         pages = self.blocks.pages(resolve(request.request_id), [index for index, _ in wanted])
         whole = next((i for i, block in enumerate(pages) if not self.blocks.is_whole(block)), len(pages))
@@ -425,17 +405,10 @@ class SchedulerHalf:
     ) -> SaveJob:
         key = self.blocks.key(request, index)
         parent = self.blocks.parent(request, index)
-        event = self._stored_event(request, index, key, parent) if self._with_events else None
+        event = self.blocks.stored_event(request, index) if self._with_events else None
         job = SaveJob(key, parent, ref, event)
-        orders.saves.append(SaveOrder(self._begin(job), ref.slot, block))
+        orders.saves.append(SaveOrder(self._saves.begin(job), ref.slot, block))
         return job
-
-    def _begin(self, job: SaveJob) -> int:
-        """The job's number."""
-        number, self._next_job = self._next_job, self._next_job + 1
-        self._jobs[number] = job
-        self._in_flight[job.key] += 1
-        return number
 
     def _full_blocks(self, state: RequestState, tokens: int) -> int:
         """Blocks of the request that are full, and may be saved, once `tokens` more are computed."""
@@ -448,30 +421,19 @@ class SchedulerHalf:
 
     def _abandon(self, job: SaveJob) -> None:
         """The block will not be sealed; its slot goes back."""
-        self._landed(job)
+        self._saves.landed(job)
         self._slots_back.append(job.ref)
         self.stats.add(failed_saves=1)
 
-    def _landed(self, job: SaveJob) -> None:
-        """Nothing more happens to the block."""
-        self._in_flight[job.key] -= 1
-        if self._in_flight[job.key] <= 0:
-            del self._in_flight[job.key]
-
     def _poll_seals(self) -> None:
-        waiting = []
-        for sealing in self._sealing:
-            if sealing.future.done():
-                self._sealed(sealing)
-            else:
-                waiting.append(sealing)
-        self._sealing = waiting
+        for sealing in self._saves.answered():
+            self._sealed(sealing)
 
     def _sealed(self, sealing: Sealing) -> None:
         error = None if sealing.future.cancelled() else sealing.future.exception()
         if sealing.future.cancelled() or isinstance(error, UnavailableError):
             for job in sealing.jobs:  # slots went with the session
-                self._landed(job)
+                self._saves.landed(job)
             self.stats.add(failed_saves=len(sealing.jobs))
             return
         if error is not None:
@@ -480,7 +442,7 @@ class SchedulerHalf:
                 self._abandon(job)
             return
         for job, result in zip(sealing.jobs, self._seal_results(sealing), strict=True):
-            self._landed(job)
+            self._saves.landed(job)
             self._count_sealed(job, result)
 
     def _count_sealed(self, job: SaveJob, result: SealResult) -> None:
@@ -495,18 +457,6 @@ class SchedulerHalf:
         results: list[SealResult] = sealing.future.result()
         return results
 
-    def _stored_event(self, request: Request, index: int, key: bytes, parent: bytes) -> BlockStored:
-        first, lora = index * self.block_tokens, request.lora_request
-        return BlockStored(
-            block_hashes=[maybe_convert_block_hash(BlockHash(key))],
-            parent_block_hash=maybe_convert_block_hash(BlockHash(parent)) if parent else None,
-            token_ids=list(request.all_token_ids[first : first + self.block_tokens]),
-            block_size=self.block_tokens,
-            lora_id=lora.adapter_id if lora else None,
-            medium=MEDIUM,
-            lora_name=lora.name if lora else None,
-        )
-
     # The session
 
     def _attachment(self) -> Attachment | None:
@@ -515,8 +465,7 @@ class SchedulerHalf:
     def _forget_session(self) -> None:
         """The session is over: its slots, leases and jobs mean nothing any more."""
         self._sent_epoch, self._unready = 0, 0
-        self._jobs.clear()
-        self._in_flight.clear()
+        self._saves.forget()
         self._leases_back.clear()
         self._slots_back.clear()
         self._departures.forget()

@@ -71,4 +71,4 @@ def seals_done(llm: Any, timeout: float = 20.0) -> None:
         core.step_fn()
         assert time.monotonic() < deadline, "seals are not answered"
         time.sleep(0.001)
-    assert not connector_of(llm)._scheduler._in_flight
+    assert not connector_of(llm)._scheduler._saves

@@ -422,7 +422,7 @@ class Scene:
         if self.rng.random() < self.bad_copies:
             step.report.failed[order.job] = 1
             return
-        self.arenas[self.mapped.epoch][order.slot] = _hint_of(self.half._jobs[order.job].parent)
+        self.arenas[self.mapped.epoch][order.slot] = _hint_of(self.half._saves[order.job].parent)
         self.copies.append((self.steps + self.rng.randint(0, self.late), order.job))
 
     def _read_hint(self, order: HintLoad) -> None:

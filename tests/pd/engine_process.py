@@ -68,7 +68,7 @@ def main(model: str, endpoint: str, settings: str) -> None:
                     engine.abort_request([order["id"]])
                 case "counters":
                     half = connector_of(llm)._scheduler
-                    left = len(half._requests) + len(half._jobs) + len(half._arrivals)
+                    left = len(half._requests) + len(half._saves) + len(half._arrivals)
                     say(
                         counters=counters(llm),
                         computed=computed_tokens(llm),

@@ -37,6 +37,7 @@ from kvsieve_connector.sparse.plan import HostPlan, SparsePlan
 from kvsieve_connector.sparse.residency import Holding, Residency
 from kvsieve_connector.sparse.spec import main_groups
 from kvsieve_store.client import Attachment, Held, SealEntry, SealResult, SlotRef, StoreClient
+from kvsieve_store.sizes import size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -104,8 +105,8 @@ class SparseScheduler(SchedulerHalf):
         if attachment.slots < need:
             raise ValueError(
                 f"kvsieve: sparse mode: a request of max_model_len={self._max_model_len} tokens fills {need} "
-                f"slots, but this pool can have {attachment.slots} of the store's; give the store at least "
-                f"{need * attachment.slot_bytes / 2**30:.2g} GiB (kvsieve serve --pool-size, and a quota if "
+                f"slots, but this pool has room for {attachment.slots}; give the store at least "
+                f"{size(need * attachment.slot_bytes)} (kvsieve serve --pool-size, and the pool's quota if "
                 "there is one), or lower --max-model-len"
             )
 
@@ -201,7 +202,7 @@ class SparseScheduler(SchedulerHalf):
         if not self._is_usable:
             return False
         key = self.blocks.key(request, index)
-        return key in self._in_flight or any(
+        return key in self._saves or any(
             (host.known <= index < host.expected or index in host.missing)
             and index < self.blocks.known(host.request)
             and self.blocks.key(host.request, index) == key
@@ -372,7 +373,7 @@ class SparseScheduler(SchedulerHalf):
             self._ledger.set_durable(host.request.request_id, host.durable)
             lease = host.lease(self._sent_epoch)
             future = client.seal_async(entries, epoch=self._sent_epoch, hold=True, lease=lease)
-            self._sealing.append(Sealing(jobs, future))
+            self._saves.sent(Sealing(jobs, future))
         if hints:  # after the blocks that they are children of
             super()._seal(hints, client)
 
@@ -392,11 +393,11 @@ class SparseScheduler(SchedulerHalf):
         """A block that is read already keeps its slot; another one is saved again."""
         host = job.host
         if host is None:
-            self._landed(job)
+            self._saves.landed(job)
             self._slots_back.append(job.ref)
             return
         if job.index in host.places:
-            self._landed(job)
+            self._saves.landed(job)
             self.stats.add(failed_saves=1)
             host.kept.append((self._sent_epoch, job.ref))
             self._give_back_after(host)
@@ -421,15 +422,15 @@ class SparseScheduler(SchedulerHalf):
             assert self._client is not None
             parent = self.blocks.key(host.request, host.known - 1)
             key = hint_key(parent)
-            if key in self._in_flight or self._client.credits <= self._owed:
+            if key in self._saves or self._client.credits <= self._owed:
                 continue
             for ref in self._client.take_credits(1, epoch=self._sent_epoch):
-                number = self._begin(SaveJob(key, parent, ref, None))
+                number = self._saves.begin(SaveJob(key, parent, ref, None))
                 orders.hint_saves.append(HintSave(number, ref.slot, host.request.request_id))
 
     def _load_hints(self, orders: StepOrders) -> None:
         """Orders what was found of hints; their leases last until the workers have read them."""
-        for host, tokens, match in self._hints.poll(self._client, self._in_flight):
+        for host, tokens, match in self._hints.poll(self._client, self._saves):
             leases = [(match.epoch, lease) for lease in match.lease_ids]
             self._later.append((self._quiet_step, leases, []))
             if match.epoch == self._sent_epoch and not host.ended:
