@@ -157,7 +157,7 @@ def test_an_aborted_request_leaves_nothing(
         seals_done(llm)
         half = connector_of(llm)._scheduler
         assert not half._hosts
-        assert not half._later
+        assert not half._releases
         assert half._ledger.pages == half._ledger.host_backed == 0
         assert not connector_of(llm, "worker")._worker._runtime.contexts._contexts
         assert block_pool(llm).get_num_free_blocks() == free

@@ -11,6 +11,8 @@ from kvsieve_store.client import SlotRef
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from kvsieve_connector.blocks import Blocks
+
 
 class Place(NamedTuple):
     """A slot that holds a block, in the epoch of its attachment."""
@@ -91,3 +93,31 @@ class Host:
     def session_over(self) -> None:
         """Saves that were under way are lost. What is in the arena stays readable."""
         self.missing.update(index for index in range(self.durable, self.known) if index not in self.places)
+
+
+class Hosts(dict[str, Host]):
+    """Those of an engine, by the ids of their requests."""
+
+    @property
+    def owed(self) -> int:
+        """Slots that they may still write to."""
+        return sum(host.owed for host in self.values())
+
+    @property
+    def epochs(self) -> set[int]:
+        """Of the arenas that they read."""
+        return {epoch for host in self.values() for epoch in host.epochs}
+
+    def will_save(self, index: int, key: bytes, blocks: Blocks) -> bool:
+        """Whether one of them has the block of this key, its `index`-th, and a slot for it."""
+        return any(
+            (host.known <= index < host.expected or index in host.missing)
+            and index < blocks.known(host.request)
+            and blocks.key(host.request, index) == key
+            for host in self.values()
+        )
+
+    def session_over(self) -> None:
+        """As Host.session_over(), of each."""
+        for host in self.values():
+            host.session_over()

@@ -31,12 +31,13 @@ from kvsieve_connector.settings import ConnectorSettings
 from kvsieve_connector.sparse.budget import SlotBudget
 from kvsieve_connector.sparse.hint_asks import HintAsks
 from kvsieve_connector.sparse.hints import hint_key
-from kvsieve_connector.sparse.hosts import Host, Place
+from kvsieve_connector.sparse.hosts import Host, Hosts, Place
 from kvsieve_connector.sparse.manager import bind_managers
 from kvsieve_connector.sparse.plan import HostPlan, SparsePlan
+from kvsieve_connector.sparse.releases import Releases
 from kvsieve_connector.sparse.residency import Holding, Residency
 from kvsieve_connector.sparse.spec import main_groups
-from kvsieve_store.client import Attachment, Held, SealEntry, SealResult, SlotRef, StoreClient
+from kvsieve_store.client import Attachment, Held, SealEntry, SealResult, StoreClient
 from kvsieve_store.sizes import size
 
 if TYPE_CHECKING:
@@ -69,13 +70,13 @@ class SparseScheduler(SchedulerHalf):
         self.plan = self._plan_of(vllm_config, settings)
         self._max_model_len = vllm_config.model_config.max_model_len
         self._overlap = int(vllm_config.max_concurrent_batches)
-        """Steps that can be in flight at once."""
+        self._releases = Releases(self._overlap)
         groups = range(len(kv_cache_config.kv_cache_groups))
         self._indexers = sorted(set(groups) - set(main_groups(kv_cache_config)))
         """KV groups that are loaded for a prefix hit: the indexer's, if there is one."""
         self._residency: Residency | None = None
         self._manager: KVCacheManager | None = None
-        self._hosts: dict[str, Host] = {}
+        self._hosts = Hosts()
         self._budget = SlotBudget(clock, rng or random.Random())
         self._found: list[Host] = []
         """Began with blocks of the store; the workers are not told yet."""
@@ -83,11 +84,6 @@ class SparseScheduler(SchedulerHalf):
         """The workers are not told yet."""
         self._with_hints = settings.prefetch != "none" and self.plan.hot_blocks > 0
         self._hints = HintAsks()
-        self._step = 0
-        self._later: list[tuple[int, list[tuple[int, int]], list[tuple[int, SlotRef]]]] = []
-        """Leases and slots that are given back from this step on, as in Host."""
-        self._busy: dict[int, int] = {}
-        """Sessions of the past: epoch -> step from which on no step in flight reads its arena."""
         self._too_small: Attachment | None = None
         self._reports_from = 0
         """From the step after this one on, reports of the workers on the attachment sent last are in."""
@@ -133,7 +129,7 @@ class SparseScheduler(SchedulerHalf):
                 self.stats.add(match_timeouts=1)
                 self._drop_match(state)
             elif (match := self._match_result(state)) is not None:
-                if match.epoch != self._sent_epoch or self._step < self._reports_from:
+                if match.epoch != self._sent_epoch or self._releases.step < self._reports_from:
                     return None, False  # the workers are told of the session, and say whether they reach it
                 if self._unready:
                     self._unask(state)
@@ -202,12 +198,7 @@ class SparseScheduler(SchedulerHalf):
         if not self._is_usable:
             return False
         key = self.blocks.key(request, index)
-        return key in self._saves or any(
-            (host.known <= index < host.expected or index in host.missing)
-            and index < self.blocks.known(host.request)
-            and self.blocks.key(host.request, index) == key
-            for host in self._hosts.values()
-        )
+        return key in self._saves or self._hosts.will_save(index, key, self.blocks)
 
     def _evict(self, request: Request, indices: range) -> None:
         """Drops the blocks from the GPU's prefix cache: they are hit no more."""
@@ -240,7 +231,7 @@ class SparseScheduler(SchedulerHalf):
         assert self._client is not None
         need = max(self._expected_blocks(request) - have, 0)
         first = self._budget.waiting
-        if self._budget.admits(self._client, request.request_id, self._owed, need):
+        if self._budget.admits(self._client, request.request_id, self._hosts.owed, need):
             return True
         if self._budget.waiting == request.request_id != first:
             self.stats.add(slot_waits=1)
@@ -263,18 +254,18 @@ class SparseScheduler(SchedulerHalf):
     # Saving
 
     def build_orders(self, output: SchedulerOutput) -> StepOrders:
-        self._step += 1
+        self._releases.begin_step()
         orders = super().build_orders(output)
         if orders.attachment is not None:
-            self._reports_from = self._step + self._overlap - 1
+            self._reports_from = self._releases.step + self._overlap - 1
         ended, self._ended = self._ended, []
         orders.host_ended = [host.request.request_id for host in ended]
         self._save_hints(ended, orders)
         self._tell_of_hosts(orders)
         self._load_hints(orders)
-        orders.forget_epochs = self._unread_epochs()
+        orders.forget_epochs = self._releases.unread(self._hosts.epochs, self._sent_epoch)
         if self._is_usable and self._client is not None:
-            self._slots_back += self._budget.maintain(self._client, self._owed, self._credit_target)
+            self._slots_back += self._budget.maintain(self._client, self._hosts.owed, self._credit_target)
             if self._budget.gave_up:
                 self._drop_matches()
         self._release_due()
@@ -292,8 +283,8 @@ class SparseScheduler(SchedulerHalf):
         return any(h.is_copying and self._ledger.waits_for_saves(req_id) for req_id, h in self._hosts.items())
 
     def has_pending_work(self) -> bool:
-        past = self._busy.keys() - {self._sent_epoch}
-        return bool(super().has_pending_work() or self._later or self._ended or self._hints or past)
+        past = self._releases.has_past(self._sent_epoch)
+        return bool(super().has_pending_work() or self._releases or self._ended or self._hints or past)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         self._budget.forget(request.request_id)
@@ -422,7 +413,7 @@ class SparseScheduler(SchedulerHalf):
             assert self._client is not None
             parent = self.blocks.key(host.request, host.known - 1)
             key = hint_key(parent)
-            if key in self._saves or self._client.credits <= self._owed:
+            if key in self._saves or self._client.credits <= self._hosts.owed:
                 continue
             for ref in self._client.take_credits(1, epoch=self._sent_epoch):
                 number = self._saves.begin(SaveJob(key, parent, ref, None))
@@ -432,7 +423,7 @@ class SparseScheduler(SchedulerHalf):
         """Orders what was found of hints; their leases last until the workers have read them."""
         for host, tokens, match in self._hints.poll(self._client, self._saves):
             leases = [(match.epoch, lease) for lease in match.lease_ids]
-            self._later.append((self._quiet_step, leases, []))
+            self._releases.add(leases, ())
             if match.epoch == self._sent_epoch and not host.ended:
                 load = HintLoad(host.request.request_id, match.epoch, match.refs[0], tokens)
                 orders.hint_loads.append(load)
@@ -465,39 +456,18 @@ class SparseScheduler(SchedulerHalf):
         host.ended = True
         if host.told:
             self._ended.append(host)
-        for epoch in host.epochs:
-            self._busy[epoch] = self._quiet_step
+        self._releases.add([], (), host.epochs)
         self._give_back_after(host)
 
-    @property
-    def _quiet_step(self) -> int:
-        """From this step's orders on, no step reads what a request that ends now has read: the next step's
-        orders end it, and by then as many steps as can overlap have followed."""
-        return self._step + 1 + self._overlap
-
     def _give_back_after(self, host: Host) -> None:
-        if host.ended and (host.leases or host.kept):
-            self._later.append((self._quiet_step, host.leases, host.kept))
+        if host.ended:
+            self._releases.add(host.leases, host.kept)
             host.leases, host.kept = [], []
 
     def _release_due(self) -> None:
-        due = [entry for entry in self._later if entry[0] <= self._step]
-        self._later = [entry for entry in self._later if entry[0] > self._step]
-        for _, leases, kept in due:
-            self._leases_back += [lease for epoch, lease in leases if epoch == self._sent_epoch]
-            self._slots_back += [ref for epoch, ref in kept if epoch == self._sent_epoch]
-
-    def _unread_epochs(self) -> list[int]:
-        """Sessions of the past whose arena no step reads any more; each once."""
-        read = {epoch for host in self._hosts.values() for epoch in host.epochs}
-        over = [
-            epoch
-            for epoch, step in self._busy.items()
-            if epoch not in read and epoch != self._sent_epoch and step <= self._step
-        ]
-        for epoch in over:
-            del self._busy[epoch]
-        return over
+        leases, slots = self._releases.due(self._sent_epoch)
+        self._leases_back += leases
+        self._slots_back += slots
 
     # The session
 
@@ -505,10 +475,6 @@ class SparseScheduler(SchedulerHalf):
     def _is_usable(self) -> bool:
         """Whether the workers can save to the store and read from it."""
         return bool(self._sent_epoch and not self._unready and self._attachment() is not None)
-
-    @property
-    def _owed(self) -> int:
-        return sum(host.owed for host in self._hosts.values())
 
     @property
     def _ledger(self) -> Residency:
@@ -531,8 +497,7 @@ class SparseScheduler(SchedulerHalf):
 
     def _forget_session(self) -> None:
         """Requests go on reading the arena that the workers have mapped."""
-        self._busy[self._sent_epoch] = self._quiet_step
+        self._releases.session_over(self._sent_epoch)
         super()._forget_session()
         self._budget.session_over()
-        for host in self._hosts.values():
-            host.session_over()
+        self._hosts.session_over()
