@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from kvsieve_connector.metadata import SaveOrder, StepOrders
+from kvsieve_connector.metadata import HostBacked, HostBlocks, SaveOrder, StepOrders
 from kvsieve_connector.settings import parse_settings
 from kvsieve_connector.sparse.attention import HostBackedAttention
 from kvsieve_connector.sparse.plan import SparsePlan
 from kvsieve_connector.sparse.worker import SparseWorkerHalf
-from kvsieve_store.client import StoreClient
+from kvsieve_store.client import Attachment, StoreClient
 from kvsieve_store.protocol.spec import PoolSpec
 from tests.conftest import StoreProcess
 from tests.engine.sparse_scene import Scene
@@ -152,3 +153,36 @@ def connect(store: StoreProcess, worker: Worker) -> StoreClient:
     client.start()
     client.wait_attached(20)
     return client
+
+
+def hot(first: int) -> tuple[tuple[int, ...], ...]:
+    """Hot blocks of a request in each main group, from block `first` on."""
+    return tuple(tuple(range(first + 2 * g, first + 2 * g + HOT_BLOCKS)) for g in range(LAYERS))
+
+
+def backed(epoch: int, *blocks: tuple[int, int], name: str = "a", first: int = 20) -> StepOrders:
+    """A request becomes host-backed, and these blocks of it (index, slot) are read from the arena."""
+    return StepOrders(
+        host_backed=[HostBacked(name, hot(first))], host_blocks=[HostBlocks(name, epoch, tuple(blocks))]
+    )
+
+
+def saved(worker: Worker, client: StoreClient, attachment: Attachment) -> tuple[int, list[torch.Tensor]]:
+    """A slot to which a block was copied, and what each main layer had in it; the GPU has it no more."""
+    (ref,) = client.take_credits(1, epoch=attachment.epoch)
+    pages = [worker.caches[f"layers.{layer}.attn"][5 + layer] for layer in range(LAYERS)]
+    for page in pages:
+        page.random_(256)
+    worker.step(worker.save(5, ref.slot))
+    report = worker.half.report()
+    assert report is not None
+    assert report.saved == {ref.slot: 1}
+    rows = [page.clone() for page in pages]
+    for page in pages:
+        page.fill_(0xFF)
+    return ref.slot, rows
+
+
+def numbered(attachment: Attachment, epoch: int) -> Attachment:
+    """As the one client of an engine would number its next session."""
+    return replace(attachment, epoch=epoch)

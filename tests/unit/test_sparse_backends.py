@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec  # noqa: E402
 
 from kvsieve_connector import plugin  # noqa: E402
 from kvsieve_connector.settings import NAME  # noqa: E402
+from kvsieve_connector.sparse import building  # noqa: E402
 from kvsieve_connector.sparse.attention import HostBackedAttention  # noqa: E402
 from kvsieve_connector.sparse.spec import HostBackedMLASpec  # noqa: E402
 
@@ -59,10 +60,10 @@ def engine(mode: str) -> Any:
 @pytest.fixture
 def build(backends: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """build(mode): the engine whose model is built from now on."""
-    monkeypatch.setattr(backends, "_config", None)
+    monkeypatch.setattr(building, "_config", None)
 
     def build(mode: str) -> None:
-        monkeypatch.setattr(backends, "get_current_vllm_config_or_none", lambda: engine(mode))
+        monkeypatch.setattr(building, "get_current_vllm_config_or_none", lambda: engine(mode))
 
     return build
 
@@ -189,7 +190,7 @@ def test_the_spec_is_host_backed_when_vllm_asks_after_the_model_is_built(
     ours, _ = pair
     build("sparse")
     ours.get_impl_cls()
-    monkeypatch.setattr(backends, "get_current_vllm_config_or_none", lambda: None)
+    monkeypatch.setattr(building, "get_current_vllm_config_or_none", lambda: None)
     assert type(ours.customize_spec(spec())) is HostBackedMLASpec
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm import _custom_ops as ops
 from vllm import envs
-from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.config import VllmConfig
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -22,21 +22,15 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from kvsieve_connector.dense.plan import DensePlan
 from kvsieve_connector.dense.runtime import Batch, DenseRuntime, Part
-from kvsieve_connector.sparse.plan import is_dense, sparse_wanted
+from kvsieve_connector.sparse.building import sparse_config
+from kvsieve_connector.sparse.plan import is_dense
 from kvsieve_connector.sparse.spec import HostBackedSpec, as_host_backed
 
-_config: VllmConfig | None = None
-"""Of the engine whose model was built last in this process: vLLM asks for specs outside its configuration,
-and has settled the block size only by then."""
 
-
-def _sparse() -> bool:
-    """Whether the engine being built is in sparse mode."""
-    global _config
-    config = get_current_vllm_config_or_none()
-    if config is not None and config.model_config is not None:
-        _config = config
-    return _config is not None and sparse_wanted(_config) and is_dense(_config)
+def _dense_config() -> VllmConfig | None:
+    """The configuration of the engine being built, if it is a dense model's in sparse mode."""
+    config = sparse_config()
+    return config if config is not None and is_dense(config) else None
 
 
 class HostCPUAttentionImpl(CPUAttentionBackendImpl):
@@ -107,14 +101,14 @@ class HostCPUAttentionImpl(CPUAttentionBackendImpl):
 class HostCPUAttentionBackend(CPUAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        return HostCPUAttentionImpl if _sparse() else CPUAttentionBackendImpl
+        return HostCPUAttentionImpl if _dense_config() is not None else CPUAttentionBackendImpl
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         spec = super().customize_spec(spec)
-        if not _sparse() or type(spec) is not FullAttentionSpec:
+        config = _dense_config()
+        if config is None or type(spec) is not FullAttentionSpec:
             return spec
         if spec.sliding_window is not None or spec.attention_chunk_size is not None or spec.non_causal:
             return spec  # check.py refuses it
-        assert _config is not None
-        return as_host_backed(HostBackedSpec, spec, DensePlan.of_config(_config))
+        return as_host_backed(HostBackedSpec, spec, DensePlan.of_config(config))

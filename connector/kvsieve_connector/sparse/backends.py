@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.mla.flashattn_mla_sparse import (
     FlashAttnMLASparseBackend,
     FlashAttnMLASparseImpl,
@@ -30,22 +30,15 @@ from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from kvsieve_connector.sparse.attention import HostCommonSparseMLA, HostFlashMLA
-from kvsieve_connector.sparse.plan import SparsePlan, sparse_wanted
+from kvsieve_connector.sparse.building import sparse_config
+from kvsieve_connector.sparse.plan import SparsePlan
 from kvsieve_connector.sparse.runtime import LATENT_WIDTH, workspace_rows
 from kvsieve_connector.sparse.spec import to_host_backed
-
-_config: VllmConfig | None = None
-"""Of the engine whose model was built last in this process: vLLM asks for specs outside its configuration,
-and has settled the block size only by then."""
 
 
 def _sparse() -> bool:
     """Whether the engine being built is in sparse mode."""
-    global _config
-    config = get_current_vllm_config_or_none()
-    if config is not None and config.model_config is not None:
-        _config = config
-    return _config is not None and sparse_wanted(_config)
+    return sparse_config() is not None
 
 
 class _HostBackend:
@@ -54,10 +47,10 @@ class _HostBackend:
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         spec = super().customize_spec(spec)  # type: ignore[misc]
-        if not _sparse() or type(spec) is not MLAAttentionSpec:
+        config = sparse_config()
+        if config is None or type(spec) is not MLAAttentionSpec:
             return spec
-        assert _config is not None
-        return to_host_backed(spec, SparsePlan.of_config(_config))
+        return to_host_backed(spec, SparsePlan.of_config(config))
 
 
 class _HostBuilder:

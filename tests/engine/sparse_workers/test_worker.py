@@ -5,21 +5,16 @@ over. On CPU tensors, with the arena of a real store process.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from kvsieve_connector import worker as cache_mode
-from kvsieve_connector.kernels.tables import COUNTERS
-from kvsieve_connector.metadata import HintLoad, HintSave, HostBacked, HostBlocks, StepOrders
+from kvsieve_connector.metadata import HostBacked, HostBlocks, StepOrders
 from kvsieve_connector.sparse import worker as sparse_worker
 from kvsieve_connector.sparse.counters import EVERY_STEPS
-from kvsieve_connector.sparse.hints import write_hint
-from kvsieve_store.client import AdminClient, Attachment, SealEntry, SealResult, SlotRef, StoreClient
+from kvsieve_store.client import AdminClient, SealEntry, SealResult, SlotRef
 from tests.conftest import StoreProcess
 from tests.engine.sparse_vllm import BLOCK
 from tests.engine.sparse_worker import (
@@ -28,82 +23,14 @@ from tests.engine.sparse_worker import (
     MAX_MODEL_LEN,
     SEQS,
     Worker,
-    connect,
+    backed,
     engine_config,
     forward,
+    hot,
+    numbered,
+    saved,
 )
 from tests.protocol.client_stores import is_locked, key, until
-
-Session = tuple[StoreClient, Attachment]
-
-
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Worker]]:
-    monkeypatch.setattr(cache_mode, "get_tensor_model_parallel_rank", lambda: 0)
-    made: list[Worker] = []
-
-    def make(**changes: Any) -> Worker:
-        made.append(Worker(**changes))
-        return made[-1]
-
-    yield make
-    for worker in made:
-        worker.half.close()
-
-
-@pytest.fixture
-def worker(make: Callable[..., Worker]) -> Worker:
-    return make()
-
-
-@pytest.fixture
-def store(start_store: Callable[..., StoreProcess]) -> StoreProcess:
-    return start_store("--pool-size", "64MiB")
-
-
-@pytest.fixture
-def attach(store: StoreProcess, worker: Worker) -> Iterator[Callable[[], Session]]:
-    """attach() -> a new session with the store. Of a session that is over nobody holds the lock."""
-    clients: list[StoreClient] = []
-
-    def attach() -> Session:
-        clients.append(connect(store, worker))
-        attachment = clients[-1].attachment
-        assert attachment is not None
-        return clients[-1], attachment
-
-    yield attach
-    for client in clients:
-        client.close()
-
-
-def hot(first: int) -> tuple[tuple[int, ...], ...]:
-    """Hot blocks of a request in each main group, from block `first` on."""
-    return tuple(tuple(range(first + 2 * g, first + 2 * g + HOT_BLOCKS)) for g in range(LAYERS))
-
-
-def backed(epoch: int, *blocks: tuple[int, int], name: str = "a", first: int = 20) -> StepOrders:
-    """A request becomes host-backed, and these blocks of it (index, slot) are read from the arena."""
-    return StepOrders(
-        host_backed=[HostBacked(name, hot(first))], host_blocks=[HostBlocks(name, epoch, tuple(blocks))]
-    )
-
-
-def saved(worker: Worker, client: StoreClient, attachment: Attachment) -> tuple[int, list[torch.Tensor]]:
-    """A slot to which a block was copied, and what each main layer had in it; the GPU has it no more."""
-    (ref,) = client.take_credits(1, epoch=attachment.epoch)
-    pages = [worker.caches[f"layers.{layer}.attn"][5 + layer] for layer in range(LAYERS)]
-    for page in pages:
-        page.random_(256)
-    worker.step(worker.save(5, ref.slot))
-    report = worker.half.report()
-    assert report is not None
-    assert report.saved == {ref.slot: 1}
-    rows = [page.clone() for page in pages]
-    for page in pages:
-        page.fill_(0xFF)
-    return ref.slot, rows
-
 
 # Orders
 
@@ -157,130 +84,6 @@ def test_steps_without_a_forward_take_orders_too(worker: Worker, attach: Any) ->
     assert not worker.runtime.reads_host
 
 
-# Hints
-
-
-def hinted(worker: Worker, client: StoreClient, attachment: Attachment, *positions: int) -> SlotRef:
-    """A slot with the hint of a request that has ended, whose hot rows were these in layer 0."""
-    worker.step(backed(attachment.epoch, (0, 1), (1, 2)), a=(200, 1))
-    worker.swap_in(0, list(positions))
-    (ref,) = client.take_credits(1, epoch=attachment.epoch)
-    worker.step(StepOrders(hint_saves=[HintSave(7, ref.slot, "a")], host_ended=["a"]))
-    return ref
-
-
-def load(worker: Worker, attachment: Attachment, ref: SlotRef, tokens: int = 2 * BLOCK) -> StepOrders:
-    """Orders for a request that begins with so many tokens of the store."""
-    orders = backed(attachment.epoch, (0, 1), (1, 2), name="b", first=40)
-    orders.hint_loads.append(HintLoad("b", attachment.epoch, ref, tokens))
-    return orders
-
-
-def counts(worker: Worker) -> dict[str, int]:
-    return dict(zip(COUNTERS, worker.tables.counters.sum((0, 1)).tolist(), strict=True))
-
-
-def test_the_rows_that_were_hot_are_hot_where_the_hint_is_read(worker: Worker, attach: Any) -> None:
-    client, attachment = attach()
-    worker.step(StepOrders(attachment=attachment))
-    ref = hinted(worker, client, attachment, 1, 70)
-    report = worker.half.report()
-    assert report is not None
-    assert (report.saved, report.failed) == ({7: 1}, {})
-    worker.step(load(worker, attachment, ref), b=(200, 1))
-    assert counts(worker)["prefetched_rows"] == 2
-    worker.swap_in(0, [1, 70])
-    assert (counts(worker)["missed_rows"], counts(worker)["prefetched_rows_used"]) == (2, 2)
-    assert worker.half.stats.data["used_hints"] == 1
-    assert worker.half.stats.data["warmed_rows"] == 2
-    assert not worker.half.stats.data["refused_hints"]
-
-
-def test_rows_past_the_tokens_that_were_matched_are_left_out(worker: Worker, attach: Any) -> None:
-    client, attachment = attach()
-    worker.step(StepOrders(attachment=attachment))
-    ref = hinted(worker, client, attachment, 1, 70)
-    worker.step(load(worker, attachment, ref, tokens=BLOCK), b=(200, 1))
-    assert counts(worker)["prefetched_rows"] == worker.half.stats.data["warmed_rows"] == 1
-
-
-@pytest.mark.parametrize("what", ["random", "another shape", "no row", "reused"])
-def test_a_slot_that_holds_no_hint_is_refused(worker: Worker, attach: Any, what: str) -> None:
-    client, attachment = attach()
-    worker.step(StepOrders(attachment=attachment))
-    ref = hinted(worker, client, attachment, 1, 70)
-    arena = worker.half._arena
-    assert arena is not None
-    slot = arena.slot(ref.slot)
-    if what == "random":
-        slot[:] = np.random.default_rng(0).integers(0, 256, len(slot))
-    elif what == "another shape":
-        write_hint(slot, np.zeros((LAYERS + 1, 8), np.int32), BLOCK)
-    elif what == "no row":
-        write_hint(slot, np.full((LAYERS, 8), 3 * BLOCK, np.int32), BLOCK)
-    else:
-        ref = SlotRef(ref.slot, ref.generation + 1)
-    worker.step(load(worker, attachment, ref), b=(200, 1))
-    assert counts(worker)["prefetched_rows"] == 0
-    assert worker.half.stats.data["refused_hints"] == 1
-    assert not worker.half.stats.data["used_hints"]
-    assert worker.swap_in(0, [1]) is not None
-
-
-@pytest.mark.parametrize("reads", [True, False])
-def test_where_no_row_was_hot_nothing_is_written(worker: Worker, attach: Any, reads: bool) -> None:
-    client, attachment = attach()
-    worker.step(StepOrders(attachment=attachment))
-    worker.step(backed(attachment.epoch, *([(0, 1)] if reads else [])), a=(200, 1))
-    (ref,) = client.take_credits(1)
-    worker.step(StepOrders(hint_saves=[HintSave(7, ref.slot, "a")], host_ended=["a"]))
-    report = worker.half.report()
-    assert report is not None
-    assert (report.saved, report.failed) == ({}, {7: 1})
-
-
-def test_rank_0_writes_and_every_rank_reports(
-    make: Callable[..., Worker], attach: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client, attachment = attach()
-    monkeypatch.setattr(cache_mode, "get_tensor_model_parallel_rank", lambda: 1)
-    worker = make()
-    worker.step(StepOrders(attachment=attachment))
-    ref = hinted(worker, client, attachment, 1, 70)
-    report = worker.half.report()
-    assert report is not None
-    assert report.saved == {7: 1}
-    arena = worker.half._arena
-    assert arena is not None
-    assert not arena.slot(ref.slot).any()
-
-
-def test_a_hint_does_not_reach_the_arena_of_another_session(worker: Worker, attach: Any) -> None:
-    client, first = attach()
-    worker.step(StepOrders(attachment=first))
-    worker.step(backed(first.epoch, (0, 1)), a=(200, 1))
-    worker.swap_in(0, [1])
-    (ref,) = client.take_credits(1)
-    worker.half.begin(StepOrders(hint_saves=[HintSave(7, ref.slot, "a")], host_ended=["a"]))
-    client.close()
-    _, second = attach()
-    worker.step(StepOrders(attachment=_numbered(second, first.epoch + 1)))
-    assert worker.half.report() is None
-    arena = worker.half._arena
-    assert arena is not None
-    assert not arena.slot(ref.slot).any()
-
-
-def test_hints_of_a_session_that_is_over_are_not_read(worker: Worker, attach: Any) -> None:
-    client, attachment = attach()
-    worker.step(StepOrders(attachment=attachment))
-    ref = hinted(worker, client, attachment, 1, 70)
-    orders = load(worker, attachment, ref)
-    worker.step(StepOrders(detach=True))
-    worker.step(orders, b=(200, 1))
-    assert counts(worker)["prefetched_rows"] == 0
-
-
 # Sessions that are over
 
 
@@ -317,7 +120,7 @@ def test_requests_read_the_arenas_of_two_sessions(worker: Worker, attach: Any) -
     worker.step(backed(first.epoch, (0, slot)), a=(200, 1))
     client.close()
     client, second = attach()
-    second = _numbered(second, first.epoch + 1)
+    second = numbered(second, first.epoch + 1)
     worker.step(StepOrders(attachment=second), a=(201, 1))
     assert is_locked(first.lock_path)
     assert is_locked(second.lock_path)
@@ -345,12 +148,12 @@ def test_the_same_store_attached_anew_is_ready_at_once(worker: Worker, attach: A
     worker.step(StepOrders(forget_epochs=[first.epoch]))
     assert not os.path.exists(first.lock_path) or not is_locked(first.lock_path)
     client, second = attach()
-    worker.step(StepOrders(attachment=_numbered(second, first.epoch + 1)))
+    worker.step(StepOrders(attachment=numbered(second, first.epoch + 1)))
     assert (addresses(worker), worker.half._arena.memory) == (found, memory)
     assert worker.half.report() is None
     client.close()
     _, third = attach()
-    worker.step(StepOrders(attachment=_numbered(third, first.epoch + 2), forget_epochs=[first.epoch + 1]))
+    worker.step(StepOrders(attachment=numbered(third, first.epoch + 2), forget_epochs=[first.epoch + 1]))
     assert (addresses(worker), worker.half._arena.memory) == (found, memory)
 
 
@@ -369,7 +172,7 @@ def test_slots_that_are_read_are_not_given_away_though_the_next_session_has_thei
     found = addresses(worker)
     client.close()
     client, second = attach()
-    second = _numbered(second, first.epoch + 1)
+    second = numbered(second, first.epoch + 1)
     worker.step(StepOrders(attachment=second), a=(201, 1))
     assert addresses(worker) == found
     # A session that nobody locks comes and goes: the store has looked at all locks since.
@@ -409,18 +212,13 @@ def test_nothing_is_held_after_the_end(worker: Worker, attach: Any) -> None:
     worker.step(StepOrders(attachment=first))
     client.close()
     _, second = attach()
-    worker.step(StepOrders(attachment=_numbered(second, first.epoch + 1)))
+    worker.step(StepOrders(attachment=numbered(second, first.epoch + 1)))
     impl = worker.half._vllm_config.compilation_config.static_forward_context["layers.0.attn"].impl
     assert impl.host is worker.runtime.layers["layers.0.attn"]
     worker.half.close()
     assert not is_locked(first.lock_path)
     assert not is_locked(second.lock_path)
     assert impl.host is None
-
-
-def _numbered(attachment: Attachment, epoch: int) -> Attachment:
-    """As the one client of an engine would number its next session."""
-    return replace(attachment, epoch=epoch)
 
 
 # The runner
