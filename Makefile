@@ -50,7 +50,7 @@ bench-traces: $(VENV)/.engine ## Hit rates and waits of hot buffers and prefetch
 	@$(BIN)/python -m bench traces $(ARGS)
 
 quality: $(VENV)/.engine ## What sparse mode costs a dense model: recall, perplexity, pass keys. SHORT=1: a few cases.
-	@$(BIN)/python -m bench.quality $(if $(SHORT),--short) $(ARGS)
+	@$(BIN)/python -m bench.quality $(if $(filter-out 0 no,$(SHORT)),--short) $(ARGS)
 
 test-gpu: ## On a GPU host with kvsieve and vLLM installed: the tests that need a CUDA device. About ten minutes.
 	@$(GPU_PYTHON) -m pytest -s tests/gpu $(ARGS)

@@ -115,6 +115,14 @@ class ConnectorSettings(BaseModel):
             raise ValueError("a number is expected")
         return given
 
+    @field_validator("model_id")
+    @classmethod
+    def _printable(cls, given: str | None) -> str | None:
+        """An id out of a file may end in a newline, and be another one so."""
+        if given is not None and (given != given.strip() or not given.isprintable()):
+            raise ValueError("printable characters without blanks at the ends are expected")
+        return given
+
     @field_validator("sharded_fetch", mode="before")
     @classmethod
     def _true_false_or_auto(cls, given: object) -> object:

@@ -40,6 +40,13 @@ def test_sharded_fetch_is_true_false_or_auto(value: object) -> None:
         parse_settings({f"{PREFIX}sharded_fetch": value})
 
 
+@pytest.mark.parametrize("value", [" ", " m@1", "m@1\n", "a\nb", "a\0", "\x1b[1m", "a\u202eb"])
+def test_a_model_id_is_printable(value: str) -> None:
+    with pytest.raises(ValueError, match=f"{PREFIX}model_id: printable characters"):
+        parse_settings({f"{PREFIX}model_id": value})
+    assert parse_settings({f"{PREFIX}model_id": "Modell ä@1"}).model_id == "Modell ä@1"
+
+
 def test_a_pool_has_a_name() -> None:
     with pytest.raises(ValueError, match=f"{PREFIX}pool: "):
         parse_settings({f"{PREFIX}pool": ""})
