@@ -13,6 +13,9 @@ PYTEST := $(BIN)/python -m pytest -q
 GENERATE := $(BIN)/uv run -q --isolated --no-project --python $(BIN)/python \
 	--with grpcio-tools==1.76.0 --with 'setuptools<81' bash proto/generate.sh
 
+# Python keeps torch and vLLM compiled: each process that starts an engine would compile them anew, for a minute.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo pd test test-pd lint bench-store bench bench-traces quality test-gpu bench-gpu proto clean
 .DELETE_ON_ERROR:
