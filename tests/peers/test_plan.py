@@ -13,14 +13,15 @@ BATCH = 4
 
 
 class Pulling(RuleBasedStateMachine):
-    """here: blocks of this store, in order, "found" or "pulled". readable: so many more are offered."""
+    """here: blocks of this store, in order, "found" or "pulled". readable: so many more are offered.
+    coming: behind them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 12
         self.plan = PullPlan(self.total, batch=BATCH, attempts=ATTEMPTS)
         self.here: list[str] = []
-        self.readable = 0
+        self.readable = self.coming = 0
         self.failures = 0
         self.bad = 0
         self.over = False
@@ -34,11 +35,28 @@ class Pulling(RuleBasedStateMachine):
         self.here += ["found"] * count
 
     @precondition(lambda self: self.plan.step == "offer")
-    @rule(share=st.floats(0, 1), more_may_come=st.booleans())
-    def offered(self, share: float, more_may_come: bool) -> None:
+    @rule(share=st.floats(0, 1), coming=st.floats(0, 1), more_may_come=st.booleans())
+    def offered(self, share: float, coming: float, more_may_come: bool) -> None:
         self.readable = round(share * (self.total - len(self.here)))
-        self.plan.offered(self.readable, more_may_come=more_may_come)
-        self.over = self.over or not (self.readable or more_may_come)
+        self.coming = round(coming * (self.total - len(self.here) - self.readable))
+        self.plan.offered(self.readable, self.coming, more_may_come=more_may_come)
+        self.over = self.over or not (self.readable or self.coming or more_may_come)
+
+    @precondition(lambda self: self.plan.step == "follow")
+    @rule(data=st.data())
+    def arrived(self, data: st.DataObject) -> None:
+        """Blocks that were being written are sealed, and here."""
+        asked = data.draw(st.integers(1, self.coming))
+        good = data.draw(st.integers(0, asked))
+        self.coming = self.coming - asked if good == asked else 0
+        self.plan.landed(asked, good)
+        self._count(asked, good)
+
+    @precondition(lambda self: self.plan.step == "follow")
+    @rule()
+    def came_no_more(self) -> None:
+        self.plan.came_no_more()
+        self.coming = 0
 
     @precondition(lambda self: self.plan.step == "read")
     @rule(data=st.data())
@@ -48,8 +66,11 @@ class Pulling(RuleBasedStateMachine):
         asked = data.draw(st.integers(1, most))
         good = data.draw(st.integers(0, asked))
         self.plan.landed(asked, good)
-        self.here += ["pulled"] * good
         self.readable -= good
+        self._count(asked, good)
+
+    def _count(self, asked: int, good: int) -> None:
+        self.here += ["pulled"] * good
         if good:
             self.failures = 0
         if good < asked:
@@ -61,7 +82,7 @@ class Pulling(RuleBasedStateMachine):
     @rule()
     def broke(self) -> None:
         self.plan.broke("it broke")
-        self.readable = 0
+        self.readable = self.coming = 0
         self.failures += 1
         self.over = self.over or self.failures == ATTEMPTS
 
@@ -89,7 +110,7 @@ class Pulling(RuleBasedStateMachine):
         assert (plan.step == "done") == done
         assert bool(plan.reason) == self.over
         if not done:
-            assert plan.step == ("read" if self.readable else "offer")
+            assert plan.step == ("read" if self.readable else "follow" if self.coming else "offer")
 
 
 Pulling.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

@@ -1,4 +1,4 @@
-"""SealWaits against a list of who waits."""
+"""BlockWaits against a list of who waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvsieve_store.errors import CapacityError
-from kvsieve_store.peers.waits import SealWaits, Wait
+from kvsieve_store.peers.waits import BlockWaits, Wait
 
 MOST, MOST_PER_PEER = 6, 3
 
@@ -28,7 +28,7 @@ class Waiting(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.waits = SealWaits(MOST, MOST_PER_PEER)
+        self.waits = BlockWaits(MOST, MOST_PER_PEER)
         self.waiting: dict[int, tuple[bytes, int, str]] = {}
         self.handles: list[Wait] = []
         self.woken: Counter[int] = Counter()
@@ -53,8 +53,8 @@ class Waiting(RuleBasedStateMachine):
             self.waiting.pop(number, None)
 
     @rule(pool=pools, some=st.lists(keys, max_size=4))
-    def sealed(self, pool: bytes, some: list[int]) -> None:
-        self.waits.sealed(pool, b"".join(map(key, some)))
+    def came(self, pool: bytes, some: list[int]) -> None:
+        self.waits.came(pool, b"".join(map(key, some)))
         self._wake([n for n, (p, k, _) in self.waiting.items() if p == pool and k in some])
 
     @rule()

@@ -37,23 +37,47 @@ class CheckedStoreModel(StoreModel):
             held = {slot: s for s, m in holders.items() for slot in m.held}
             sealed = {block.slot for block in self.blocks[name].values()}
             free = pool._free.view().tolist()
+            leaving = self.leaving[name]
             owned = {slot for extent in pool.extents for slot in self.slots_of(name, extent)}
             assert len(free) == len(set(free)) == pool.free
-            assert (pool.writing, pool.sealed) == (len(held), len(sealed))
+            assert (pool.writing, pool.sealed) == (len(held) + len(leaving), len(sealed))
+            assert pool.leaving == len(leaving)
             assert pool.free + pool.writing + pool.sealed == pool.owned == len(owned)
             for slot in range(len(table)):
-                places = {FREE: slot in free, WRITING: slot in held, SEALED: slot in sealed}
+                places = {
+                    FREE: slot in free,
+                    WRITING: slot in held or slot in leaving,
+                    SEALED: slot in sealed,
+                }
                 assert sum(places.values()) == (slot in owned)
                 assert places.get(int(table.state[slot]), slot not in owned)
                 ordinal = self.state._sessions.find(held[slot]).ordinal if slot in held else 0
                 assert table.owner[slot] == ordinal
                 assert slot not in held or table.generation[slot] == holders[held[slot]].held[slot]
-                columns = (table.parent, table.children, table.leases, table.visited, table.pinned)
+                columns = (table.parent, table.children, table.visited, table.pinned)
                 assert slot in sealed or not any(column[slot] for column in columns)
+                leases = sum(
+                    slot in lease.slots
+                    for lease in self.leases.values()
+                    if self.sessions[lease.session].pool == name
+                )
+                assert slot in sealed or table.leases[slot] == leases
             for extent in pool.extents:
                 assert owners.setdefault(extent, name) == name
             assert len(pool.extents) <= QUOTAS[name]
         assert self.state._extents.free == EXTENTS - len(owners)
+
+    @invariant()
+    def what_is_announced_is_being_written_by_a_session_that_is_there(self) -> None:
+        for name, announced in self.announced.items():
+            pool = self.pool(name)
+            rows = [np.frombuffer(k, np.uint64).reshape(1, 4) for k in KEYS]
+            found = [pool.announced.find_prefix(row, 1) for row in rows]
+            assert found == [[announced[k]] if k in announced else [] for k in KEYS]
+            assert sorted(pool.announced.slots()) == sorted(announced.values())
+            held = {s for m in self.sessions.values() if m.pool == name and not m.ended for s in m.held}
+            assert held.issuperset(announced.values())
+            assert not announced.keys() & self.blocks[name].keys()
 
     @invariant()
     def index_and_order_agree_with_the_table(self) -> None:

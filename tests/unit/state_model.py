@@ -45,10 +45,13 @@ class SessionModel:
 
 @dataclass
 class LeaseModel:
+    """slots: of the pool, that were being written when they were leased, and were not sealed since."""
+
     session: bytes
     keys: set[bytes]
     duration: float
     expiry: float
+    slots: set[int] = field(default_factory=set)
 
 
 class Told:
@@ -99,6 +102,10 @@ class StoreModel(RuleBasedStateMachine):
         self.leases: dict[int, LeaseModel] = {}
         self.extents: dict[str, set[int]] = {}
         self.generations: dict[tuple[str, int], int] = {}
+        self.announced: dict[str, dict[bytes, int]] = {}
+        """Per pool, the slot that is being written under each key."""
+        self.leaving: dict[str, set[int]] = {}
+        """Per pool, slots that were given back while they were leased."""
 
     # What the model knows
 
@@ -115,6 +122,21 @@ class StoreModel(RuleBasedStateMachine):
     def leased(self, name: str) -> set[bytes]:
         leases = self.leases.values()
         return {k for lease in leases if self.sessions[lease.session].pool == name for k in lease.keys}
+
+    def leased_slots(self, name: str) -> set[int]:
+        """Being written, or given back since."""
+        leases = self.leases.values()
+        return {s for lease in leases if self.sessions[lease.session].pool == name for s in lease.slots}
+
+    def gave_back(self, name: str, slots: set[int]) -> None:
+        """Books slots that a session has no more, unsealed."""
+        self.announced[name] = {k: s for k, s in self.announced[name].items() if s not in slots}
+        self.leaving[name] |= slots & self.leased_slots(name)
+
+    def unleased(self) -> None:
+        """Books that leases have gone."""
+        for name in self.leaving:
+            self.leaving[name] &= self.leased_slots(name)
 
     def held_keys(self, name: str) -> set[bytes]:
         """Leased or pinned."""
@@ -133,7 +155,8 @@ class StoreModel(RuleBasedStateMachine):
     def fenced_off(self, name: str, extent: int) -> bool:
         """Whether something in the extent must stay where it is."""
         slots = self.slots_of(name, extent)
-        writing = any(slot in slots for s in self.sessions.values() if s.pool == name for slot in s.held)
+        held = {slot for s in self.sessions.values() if s.pool == name for slot in s.held}
+        writing = any(slot in slots for slot in held | self.leaving[name])
         staying = self.leased(name)
         for k, block in self.blocks[name].items():
             while block.pinned and k:
@@ -168,6 +191,7 @@ class StoreModel(RuleBasedStateMachine):
         assert len(grant) <= max(0, at_most)
         for slot, generation in zip(grant.slots.tolist(), grant.generations.tolist(), strict=True):
             assert all(slot not in s.held for s in self.sessions.values() if s.pool == session.pool)
+            assert slot not in self.leased_slots(session.pool)
             session.held[slot] = generation
         self.settle(evictions=True)
         if len(grant) < at_most:
@@ -180,7 +204,8 @@ class StoreModel(RuleBasedStateMachine):
         for name in [name for name in self.blocks if name not in self.state._pools]:
             assert not self.blocks[name]
             assert all(session.pool != name for session in self.sessions.values())
-            del self.blocks[name], self.extents[name]
+            assert not self.leaving[name]
+            del self.blocks[name], self.extents[name], self.announced[name], self.leaving[name]
         for name, blocks in self.blocks.items():
             pool = self.pool(name)
             there = {row.key for row in self.state.list_blocks(name, 1000, "").blocks}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from itertools import takewhile
+
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -46,7 +49,7 @@ class StoreMachine(CheckedStoreModel):
     @initialize(low=st.sampled_from([0.0, 0.3]), credits=st.integers(0, 2))
     def begin(self, low: float, credits: int) -> None:
         self.start(low)
-        for name in ("a", "b"):
+        for name in ("a", "b", "a"):
             self.attach_engine(name, credits, POOLS[name])
 
     def credits(self, session_id: bytes) -> int:
@@ -89,6 +92,8 @@ class StoreMachine(CheckedStoreModel):
             assert session.session_id == session_id
             self.blocks.setdefault(name, {})
             self.extents.setdefault(name, set())
+            self.announced.setdefault(name, {})
+            self.leaving.setdefault(name, set())
             self.sessions[session_id] = SessionModel(name, credits, self.now)
             self.took(session_id, grant, self.credits(session_id))
 
@@ -109,7 +114,10 @@ class StoreMachine(CheckedStoreModel):
         session_id = self.draw_session(data)
         self.refuses(InvalidRequestError, lambda: self.state.fenced(session_id))
         self.state.end_session(session_id, self.now)
-        self.sessions[session_id].ended = True
+        session = self.sessions[session_id]
+        session.ended = True
+        kept = {k: s for k, s in self.announced[session.pool].items() if s not in session.held}
+        self.announced[session.pool] = kept
         self.refuses(NotFoundError, lambda: self.state.match(session_id, KEYS[0], 0, self.now))
         self.settle()
 
@@ -119,9 +127,12 @@ class StoreMachine(CheckedStoreModel):
         ended = [session_id for session_id, session in self.sessions.items() if session.ended]
         assert self.state.fencing() == ended
         self.state.fenced(ended[0])
-        for lease_id in self.sessions[ended[0]].leases:
+        session = self.sessions[ended[0]]
+        for lease_id in session.leases:
             del self.leases[lease_id]
+        self.gave_back(session.pool, set(session.held))
         del self.sessions[ended[0]]
+        self.unleased()
         self.settle()
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 6.0]))
@@ -133,6 +144,7 @@ class StoreMachine(CheckedStoreModel):
             if lease.expiry <= self.now and not self.sessions[lease.session].ended:
                 self.sessions[lease.session].leases.remove(lease_id)
                 del self.leases[lease_id]
+        self.unleased()
         self.settle(evictions=True)
         for name in self.blocks:
             pool = self.pool(name)
@@ -218,8 +230,10 @@ class StoreMachine(CheckedStoreModel):
             if status == 1:
                 blocks[k] = Block(slot, session.held.pop(slot), parent if parent in blocks else b"")
                 new.add(k)
+                self.sealed_under(session.pool, slot, k)
             elif not lease_ms:
                 del session.held[slot]
+                self.gave_back(session.pool, {slot})
         if new and lease_id in session.leases:
             assert sealed.lease_id == lease_id
             lease, seconds = self.leases[lease_id], lease_ms / 1000
@@ -230,6 +244,86 @@ class StoreMachine(CheckedStoreModel):
             self.leased_now(session_id, sealed.lease_id, new, lease_ms)
         session.last_seen = self.now
         self.took(session_id, sealed.grant, self.credits(session_id) - len(session.held))
+
+    def sealed_under(self, name: str, slot: int, k: bytes) -> None:
+        """Books what becomes of announcements and of leases on a slot that was being written."""
+        self.announced[name].pop(k, None)
+        self.announced[name] = {other: s for other, s in self.announced[name].items() if s != slot}
+        for lease in self.leases.values():
+            if self.sessions[lease.session].pool == name and slot in lease.slots:
+                lease.slots.remove(slot)
+                lease.keys.add(k)
+
+    @precondition(lambda self: self.holders())
+    @rule(data=st.data(), new_keys=some_keys)
+    def announce(self, data: st.DataObject, new_keys: list[bytes]) -> None:
+        session_id = data.draw(st.sampled_from(self.holders()))
+        session = self.sessions[session_id]
+        entries = list(zip(new_keys, data.draw(st.permutations(sorted(session.held))), strict=False))
+        self.state.announce(
+            session_id,
+            b"".join(k for k, _ in entries),
+            np.array([slot for _, slot in entries], np.uint32),
+            np.array([session.held[slot] for _, slot in entries], np.uint32),
+            self.now,
+        )
+        announced = self.announced[session.pool]
+        for k, slot in entries:
+            if k not in self.blocks[session.pool] and k not in announced:
+                for other in [other for other, s in announced.items() if s == slot]:
+                    del announced[other]
+                announced[k] = slot
+        session.last_seen = self.now
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data(), fault=st.sampled_from(["slot", "generation", "twice", "zero key", "length"]))
+    def announce_refused(self, data: st.DataObject, fault: str) -> None:
+        session_id = self.draw_session(data)
+        held = self.sessions[session_id].held
+        slots, generations = [*held][:1], [*held.values()][:1]
+        block_keys, error = KEYS[: len(slots)], SlotNotHeldError
+        if fault == "slot" or not slots:
+            slots, generations, block_keys = [2**32 - 1], [1], KEYS[:1]
+        elif fault == "generation":
+            generations[-1] += 1
+        elif fault == "twice":
+            slots, generations, block_keys = slots * 2, generations * 2, KEYS[:2]
+        else:
+            block_keys, error = {"zero key": [ROOT], "length": KEYS[:2]}[fault], InvalidRequestError
+        arguments = (np.array(slots, np.uint32), np.array(generations, np.uint32), self.now)
+        self.refuses(error, lambda: self.state.announce(session_id, b"".join(block_keys), *arguments))
+
+    @precondition(lambda self: any(self.announced.values()))
+    @rule(data=st.data(), most=st.integers(0, 3), lease_ms=st.sampled_from([0, *[3000] * 5]))
+    def match_coming(self, data: st.DataObject, most: int, lease_ms: int) -> None:
+        with_some = [s for s in self.live() if self.announced[self.sessions[s].pool]]
+        if not with_some:
+            return
+        session_id = data.draw(st.sampled_from(with_some))
+        session = self.sessions[session_id]
+        blocks, announced = self.blocks[session.pool], self.announced[session.pool]
+        wanted = [
+            *data.draw(st.lists(st.sampled_from(sorted(blocks)), max_size=2) if blocks else st.just([])),
+            *data.draw(st.lists(st.sampled_from(sorted(announced)), min_size=1, max_size=4, unique=True)),
+            data.draw(st.sampled_from(KEYS)),
+        ]
+        prefix = list(takewhile(lambda k: k in blocks, wanted))
+        behind = list(takewhile(lambda k: k in announced, wanted[len(prefix) :]))[: most if lease_ms else 0]
+        if not session.held.keys().isdisjoint(announced[k] for k in behind):
+            return  # who writes a slot does not lease it as well
+        match, coming = self.state.match_coming(session_id, b"".join(wanted), lease_ms, most, self.now)
+        assert match.slots.tolist() == [blocks[k].slot for k in prefix]
+        assert coming.slots.tolist() == [announced[k] for k in behind]
+        writers = [s for s in self.sessions.values() if s.pool == session.pool]
+        held = {slot: generation for s in writers for slot, generation in s.held.items()}
+        assert coming.generations.tolist() == [held[announced[k]] for k in behind]
+        slots = {announced[k] for k in behind}
+        self.leased_now(session_id, match.lease_id, set(prefix), lease_ms, slots)
+        if behind:
+            keys, row = b"".join(behind), coming.slots
+            assert self.state.progress(self.pool(session.pool).pool_id, keys, row) == (0, len(behind))
+        session.last_seen = self.now
+        self.settle()
 
     @precondition(lambda self: self.live())
     @rule(data=st.data(), fault=faults)
@@ -281,13 +375,20 @@ class StoreMachine(CheckedStoreModel):
         session.last_seen = self.now
         self.settle()
 
-    def leased_now(self, session_id: bytes, lease_id: int, leased: set[bytes], lease_ms: int) -> None:
-        """Books the lease of a match or a seal; none when there is nothing to lease."""
-        assert (lease_id > 0) == bool(leased and lease_ms)
+    def leased_now(
+        self,
+        session_id: bytes,
+        lease_id: int,
+        leased: set[bytes],
+        lease_ms: int,
+        slots: Collection[int] = (),
+    ) -> None:
+        """Books the lease of a match or a seal; none when there is nothing to lease. slots: being written."""
+        assert (lease_id > 0) == bool((leased or slots) and lease_ms)
         assert lease_id not in self.leases
         if lease_id:
             seconds = lease_ms / 1000
-            self.leases[lease_id] = LeaseModel(session_id, leased, seconds, self.now + seconds)
+            self.leases[lease_id] = LeaseModel(session_id, leased, seconds, self.now + seconds, set(slots))
             self.sessions[session_id].leases.add(lease_id)
 
     @precondition(lambda self: self.live())
@@ -310,6 +411,8 @@ class StoreMachine(CheckedStoreModel):
         session.leases -= own
         for lease_id in own:
             del self.leases[lease_id]
+        self.gave_back(session.pool, set(slots))
+        self.unleased()
         session.last_seen = self.now
         self.settle()
 

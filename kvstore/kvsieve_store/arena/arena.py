@@ -17,7 +17,13 @@ from kvsieve_store.arena.directory import ArenaDirectory, remove_stale
 from kvsieve_store.arena.locks import SessionLock
 from kvsieve_store.arena.segment import Segment
 from kvsieve_store.errors import CapacityError, SettingsError, UnavailableError
-from kvsieve_store.protocol.layout import HEADER_BYTES, HEADER_GENERATION, HEADER_LAYERS_DONE, ExtentLayout
+from kvsieve_store.protocol.layout import (
+    HEADER_BYTES,
+    HEADER_GENERATION,
+    HEADER_LAYERS_DONE,
+    MAX_WRITERS,
+    ExtentLayout,
+)
 from kvsieve_store.sizes import exact_size
 
 _STEP_BYTES = 64 << 20
@@ -196,6 +202,18 @@ class Arena:
             mine = segments == segment
             self._rows[segment][rows[mine], HEADER_GENERATION // _WORD] = generations[mine]
             self._rows[segment][rows[mine], HEADER_LAYERS_DONE // _WORD :] = 0
+
+    def layers_done(self, layout: ExtentLayout, slots: NDArray[np.uint32]) -> NDArray[np.uint16]:
+        """What writers say of slots of a pool of this layout: [n, 32] uint16, by shard."""
+        extents, index = np.divmod(slots.astype(np.int64), layout.slots_per_extent)
+        segments, extents = np.divmod(extents, self._extents_per_segment)
+        rows = (extents * self.extent_bytes) // HEADER_BYTES + index
+        found = np.empty((len(slots), MAX_WRITERS), np.uint16)
+        for segment in set(segments.tolist()):
+            mine = segments == segment
+            words = self._rows[segment][rows[mine], HEADER_LAYERS_DONE // _WORD :]
+            found[mine] = np.ascontiguousarray(words).view(np.uint16)
+        return found
 
     def new_session_lock(self) -> SessionLock:
         """A lock file for one more session. Raises UnavailableError when there can be none."""

@@ -213,6 +213,14 @@ class AsyncStoreClient:
         held = await session.seal(entries, hold=hold, lease=lease) if entries else Held()
         return held if hold else held.results
 
+    async def announce(self, entries: Sequence[SealEntry], *, epoch: int | None = None) -> None:
+        """Says which keys slots will be sealed under that are being written now, so that other stores can
+        read them as layers land (ArenaMap.set_layers_done); no match finds them. It ends with the seal, the
+        slot or the session. Raises UnavailableError when `epoch` is over, SlotNotHeldError and
+        InvalidRequestError, which name the entry."""
+        check_entries(entries)
+        await self._live(epoch).announce(entries)
+
     async def release(
         self, lease_ids: Sequence[int] = (), refs: Sequence[SlotRef] = (), *, epoch: int | None = None
     ) -> None:

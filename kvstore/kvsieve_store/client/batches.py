@@ -72,6 +72,20 @@ def seal_requests(
         )
 
 
+def announce_requests(
+    session_id: bytes, entries: Sequence[SealEntry], limit: int
+) -> Iterator[pb.AnnounceRequest]:
+    """At most `limit` entries each."""
+    for batch in _cut(entries, limit):
+        yield _message(
+            pb.AnnounceRequest,
+            session_id=session_id,
+            keys=b"".join(entry.key for entry in batch),
+            slots=[entry.ref.slot for entry in batch],
+            generations=[entry.ref.generation for entry in batch],
+        )
+
+
 def release_requests(
     session_id: bytes, lease_ids: Sequence[int], refs: Sequence[SlotRef], limit: int
 ) -> Iterator[pb.ReleaseRequest]:

@@ -168,6 +168,10 @@ class Session:
                 task.add_done_callback(lambda done: self._hold_unread(entries, lease, done))
             raise
 
+    async def announce(self, entries: Sequence[SealEntry]) -> None:
+        """Goes on when the caller is cancelled."""
+        await asyncio.shield(self._keep(self._announce(entries)))
+
     async def release(self, lease_ids: Sequence[int], refs: Sequence[SlotRef]) -> None:
         """Leases and unused slots back to the store. Goes on when the caller is cancelled."""
         await asyncio.shield(self._keep(self._release(lease_ids, refs)))
@@ -280,6 +284,10 @@ class Session:
                 self._give_back(held.new_leases(lease), held.kept(entries))
             raise
         return Held(results, tuple(leases), self.attachment.epoch)
+
+    async def _announce(self, entries: Sequence[SealEntry]) -> None:
+        for request in batches.announce_requests(self._id, entries, self._limits.max_batch):
+            await self._call("Announce", self._stub.Announce, request)
 
     async def _release(self, lease_ids: Sequence[int], refs: Sequence[SlotRef]) -> None:
         self.leases.difference_update(lease_ids)

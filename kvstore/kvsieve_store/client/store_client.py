@@ -204,6 +204,13 @@ class StoreClient:
             unread=lambda held: self._give_back(held.new_leases(lease), held.kept(entries), held.epoch),
         )
 
+    def announce(self, entries: Sequence[SealEntry], *, epoch: int | None = None) -> None:
+        """Lets other stores read slots while they are written; see AsyncStoreClient.announce()."""
+        self._wait(self.announce_async(entries, epoch=epoch))
+
+    def announce_async(self, entries: Sequence[SealEntry], *, epoch: int | None = None) -> Future[None]:
+        return self._submit(lambda: self._core.announce(entries, epoch=epoch))
+
     def release(
         self, lease_ids: Sequence[int] = (), refs: Sequence[SlotRef] = (), *, epoch: int | None = None
     ) -> None:

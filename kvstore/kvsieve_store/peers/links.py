@@ -26,12 +26,14 @@ MAX_PEERS = 256
 class PeerCounters:
     """Of one store that was pulled from. Each only grows.
 
-    bytes, seconds: read, by transport; the time of a read includes no wait for its turn. failures: of links.
+    bytes, seconds: read, by transport; the time of a read includes no wait for its turn. early: of the bytes,
+    those of blocks that were still being written. failures: of links.
     pulled, damaged: blocks.
     """
 
     bytes: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
+    early: int = 0
     failures: int = 0
     pulled: int = 0
     damaged: int = 0

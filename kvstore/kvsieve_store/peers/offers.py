@@ -8,15 +8,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from kvsieve.v1 import peer_pb2 as pb
 from kvsieve_store.errors import InvalidRequestError, NotFoundError, UnavailableError
+from kvsieve_store.peers.coming import MAX_COMING, MAX_COMING_OFFERS, Coming
 from kvsieve_store.peers.holds import Holds
 from kvsieve_store.peers.plane import SHORT_BYTES, DataPlane
 from kvsieve_store.peers.threads import in_thread
-from kvsieve_store.peers.waits import SealWaits
+from kvsieve_store.peers.waits import BlockWaits
+from kvsieve_store.protocol.layers import LayerOrder
 from kvsieve_store.protocol.limits import KEY_BYTES, MAX_LEASE_MS, MAX_MATCH_KEYS
 from kvsieve_store.server.core import Core, InnerSession
 from kvsieve_store.state.arrays import as_keys
+from kvsieve_store.transport.exports import Growing
 from kvsieve_store.transport.memory import U64Array
 
 _log = logging.getLogger(__name__)
@@ -27,12 +32,13 @@ MAX_WAIT_MS = 60_000
 @dataclass(eq=False, slots=True)
 class _Offer:
     """session: holds the lease on the blocks, until `leased`. ends: when the offer does. Both on the store's
-    clock, seconds. keys: end to end."""
+    clock, seconds. keys: end to end. coming: the last of them, if they are still being written."""
 
     session: InnerSession
     leased: float
     ends: float
     keys: bytes
+    coming: Coming | None = None
 
 
 class Offers:
@@ -43,7 +49,7 @@ class Offers:
         self._core = core
         self._plane = plane
         self._holds = holds
-        self.waits = SealWaits()
+        self.waits = BlockWaits()
         self._offers: dict[bytes, _Offer] = {}
         self.blocks = 0
         """Offered so far; only grows."""
@@ -61,18 +67,24 @@ class Offers:
             raise InvalidRequestError(f"wait_ms: {request.wait_ms} given, 0 to {MAX_WAIT_MS} allowed")
         as_keys("keys", request.keys, 1, MAX_MATCH_KEYS)  # before it waits for one of them
         spec = core.state.spec_of(request.pool_id)
-        if request.wait_ms and not core.state.has(request.pool_id, request.keys[:KEY_BYTES]):
+        if request.wait_ms:
             await self._wait(request, peer)
         session = core.open_inner_session(spec, "peer (offer)")
         try:
             leased = core.now() + MAX_LEASE_MS / 1000
-            match = core.state.match(session.session_id, request.keys, MAX_LEASE_MS, core.now())
-            if not len(match.slots):
+            match, coming = core.state.match_coming(
+                session.session_id, request.keys, MAX_LEASE_MS, self._most_coming(request), core.now()
+            )
+            sealed, writing = len(match.slots), len(coming)
+            if not sealed + writing:
                 core.end_inner_session(session)
                 return pb.OfferResponse()
-            layout = session.layout
-            offsets = layout.slot_addresses(match.slots)
-            token = plane.exports.open(offsets, layout.slot_bytes)
+            layout, order = session.layout, LayerOrder.of(spec)
+            offsets = layout.slot_addresses(np.append(match.slots, coming.slots))
+            growing = None
+            if writing and order is not None:
+                growing = Growing(sealed, order, np.zeros(writing, np.int64))
+            token = plane.exports.open(offsets, layout.slot_bytes, growing)
         except BaseException:
             core.end_inner_session(session)
             raise
@@ -80,18 +92,43 @@ class Offers:
         offer = self._offers[token] = _Offer(session, leased, leased, offered)
         self.blocks += len(offsets)
         try:
-            digests = await self._digests(token, offsets, layout.slot_bytes) if request.digests else b""
+            if growing is not None:
+                offer.coming = Coming(
+                    core, plane, session, token, offered[sealed * KEY_BYTES :], coming.slots, growing
+                )
+            size, offsets = layout.slot_bytes, offsets[:sealed]
+            digests = await self._digests(token, offsets, size) if request.digests else b""
         except BaseException:
             self.withdraw(token)
             raise
         offer.ends = min(core.now() + request.lease_ms / 1000, leased)
         return pb.OfferResponse(
-            blocks=len(offsets),
+            blocks=sealed,
             token=token,
             slot_bytes=layout.slot_bytes,
             description=plane.description.pack(),
             digests=digests,
+            coming=writing,
         )
+
+    def _most_coming(self, request: pb.OfferRequest) -> int:
+        if not request.coming or LayerOrder.of(self._core.state.spec_of(request.pool_id)) is None:
+            return 0
+        with_some = sum(offer.coming is not None for offer in self._offers.values())
+        return MAX_COMING if with_some < MAX_COMING_OFFERS else 0
+
+    async def follow(self, request: pb.FollowRequest) -> pb.FollowResponse:
+        """Raises what kvsieve.v1.Peer.Follow says."""
+        coming = self._offer(request.token).coming
+        return await coming.follow(request) if coming is not None else pb.FollowResponse()
+
+    def came(self, pool_id: bytes, keys: bytes) -> None:
+        """These blocks are there, or are being written: wakes who waits for one of them. keys: 32 bytes each,
+        end to end."""
+        self.waits.came(pool_id, keys)
+        for offer in self._offers.values():
+            if offer.coming is not None and offer.session.session.pool_id == pool_id:
+                offer.coming.touch()
 
     async def _digests(self, token: bytes, offsets: U64Array, size: int) -> bytes:
         plane = self._plane
@@ -105,23 +142,38 @@ class Offers:
             plane.exports.end(export)
 
     async def _wait(self, request: pb.OfferRequest, peer: str) -> None:
-        """Until the first key is sealed, or the time is over."""
-        sealed = asyncio.Event()
-        wait = self.waits.begin(request.pool_id, request.keys[:KEY_BYTES], peer, sealed.set)
-        try:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(sealed.wait(), request.wait_ms / 1000)
-        finally:
-            self.waits.end(wait)
+        """Until the first key is sealed, or being written for who takes that, or the time is over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(request.wait_ms / 1000):
+                while not self._has_first(request):
+                    came = asyncio.Event()
+                    wait = self.waits.begin(request.pool_id, request.keys[:KEY_BYTES], peer, came.set)
+                    try:
+                        await came.wait()
+                    finally:
+                        self.waits.end(wait)
+                    if self._core.why_not_ready():
+                        return
+
+    def _has_first(self, request: pb.OfferRequest) -> bool:
+        first, state = request.keys[:KEY_BYTES], self._core.state
+        return state.has(request.pool_id, first) or (
+            self._most_coming(request) > 0 and state.is_coming(request.pool_id, first)
+        )
 
     def renew(self, token: bytes, lease_ms: int) -> None:
         """The offer lasts so much longer from now on, but no longer than the blocks are leased. Raises what
         kvsieve.v1.Peer.Renew says."""
         _check_lease(lease_ms)
+        offer = self._offer(token)
+        offer.ends = min(self._core.now() + lease_ms / 1000, offer.leased)
+
+    def _offer(self, token: bytes) -> _Offer:
+        """Raises NotFoundError."""
         offer = self._offers.get(token)
         if offer is None:
             raise NotFoundError("token: no such offer; it has run out, or was withdrawn")
-        offer.ends = min(self._core.now() + lease_ms / 1000, offer.leased)
+        return offer
 
     def withdraw(self, token: bytes, taken: int = 0) -> None:
         """Takes an offer back; the lease goes once nobody reads any more. Does nothing when it is gone.
@@ -130,6 +182,8 @@ class Offers:
         """
         offer = self._offers.pop(token, None)
         if offer is not None:
+            if offer.coming is not None:
+                offer.coming.close()
             self._holds.taken(offer.session.session.pool_id, offer.keys[: taken * KEY_BYTES])
             loop = asyncio.get_running_loop()
 

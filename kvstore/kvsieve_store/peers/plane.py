@@ -74,8 +74,12 @@ class DataPlane:
 
     def digest(self, offset: int, size: int) -> bytes:
         """BLAKE3 of `size` bytes at `offset` of the memory, 32 bytes."""
+        return self.hash_more(blake3(), offset, size).digest()
+
+    def hash_more(self, hasher: blake3, offset: int, size: int) -> blake3:
+        """Adds bytes of the memory to a hash."""
         (view,) = self.memory.slices(np.array([offset], np.uint64), np.array([size], np.uint64))
-        return blake3(view).digest()
+        return hasher.update(view)
 
     def digests(self, offsets: U64Array, size: int) -> bytes:
         """digest() of each, end to end. Blocks."""

@@ -27,10 +27,12 @@ from kvsieve_store.errors import (
     NotFoundError,
     UnavailableError,
 )
+from kvsieve_store.peers.following import Following
 from kvsieve_store.peers.links import PeerLinks
 from kvsieve_store.peers.plan import PullPlan
 from kvsieve_store.peers.plane import DIGEST_BYTES, SHORT_BYTES, DataPlane
 from kvsieve_store.peers.threads import in_thread
+from kvsieve_store.protocol.layers import LayerOrder
 from kvsieve_store.protocol.limits import KEY_BYTES, MAX_BATCH
 from kvsieve_store.server.core import Core, InnerSession
 from kvsieve_store.state import Grant
@@ -67,7 +69,7 @@ WAIT_SLICE_SECONDS = 10.0
 """A wait for blocks at the other store is asked for again so often."""
 
 EMPTY_SECONDS = 0.05
-"""Pause after an offer without blocks: a store that does not wait is not asked in a loop."""
+"""Pause after an answer that brings nothing: a store that does not wait is not asked in a loop."""
 
 ATTEMPTS = 4
 
@@ -128,6 +130,7 @@ class Pull:
         self._offering_waits = False
         self._first = 0
         self._description: Description | None = None
+        self._order = LayerOrder.of(inner.session.pool.spec)
         self._backoff = Backoff(random.Random())
         slot_bytes = inner.layout.slot_bytes
         batch = max(1, min(BATCH_BYTES // slot_bytes, MAX_BATCH))
@@ -147,7 +150,7 @@ class Pull:
         try:
             while plan.step != "done":
                 try:
-                    await (self._ask() if plan.step == "offer" else self._read())
+                    await {"offer": self._ask, "read": self._read, "follow": self._follow}[plan.step]()
                 except (LinkError, UnavailableError, CapacityError) as error:
                     await self._again(error)
                 except KVSieveError as error:
@@ -238,10 +241,13 @@ class Pull:
         until = self._failing_since + (self._wait_seconds or ANSWER_SECONDS)
         return max(until - asyncio.get_running_loop().time(), 0.0)
 
+    def _patience_for_blocks(self) -> float:
+        """Seconds that a new block is waited for from now on."""
+        return max(self._moved_at + self._wait_seconds - asyncio.get_running_loop().time(), 0.0)
+
     async def _ask(self) -> None:
         await self._withdraw()
-        loop = asyncio.get_running_loop()
-        left = max(self._moved_at + self._wait_seconds - loop.time(), 0.0)
+        left = self._patience_for_blocks()
         if (others := self._claim()) is not None:
             try:
                 async with asyncio.timeout(left if self._wait_seconds else None):
@@ -258,6 +264,7 @@ class Pull:
             lease_ms=OFFER_MS,
             digests=True,
             wait_ms=int(wait * 1000),
+            coming=wait > 0 and self._order is not None,
         )
         slot_bytes = self._inner.layout.slot_bytes
         hashing = slot_bytes * (len(self._keys) - self._first) * DIGEST_SECONDS
@@ -267,21 +274,22 @@ class Pull:
         self._offering_waits = wait > 0
         offer = self._offer = await asyncio.shield(self._offering)
         self._offering = None
-        if offer.blocks:
+        if offer.blocks or offer.coming:
             if not (
-                offer.blocks <= len(self._keys) - self._first
+                offer.blocks + offer.coming <= len(self._keys) - self._first
+                and (request.coming or not offer.coming)
                 and offer.slot_bytes == slot_bytes
                 and len(offer.digests) == offer.blocks * DIGEST_BYTES
                 and len(offer.token) == 16
             ):
                 raise InvalidRequestError(
-                    f"offer: {offer.blocks} blocks of {offer.slot_bytes} bytes, {len(offer.digests)} bytes "
-                    f"of digests; {slot_bytes} bytes a block expected"
+                    f"offer: {offer.blocks} blocks of {offer.slot_bytes} bytes and {offer.coming} coming, "
+                    f"{len(offer.digests)} bytes of digests; {slot_bytes} bytes a block expected"
                 )
             self._description = Description.of(offer.description)
             self._renewing = asyncio.ensure_future(self._renew(offer.token))
-        self.plan.offered(offer.blocks, more_may_come=left > 0)
-        if not offer.blocks and left > 0:
+        self.plan.offered(offer.blocks, offer.coming, more_may_come=left > 0)
+        if not offer.blocks + offer.coming and left > 0:
             self._common.waits += 1
             await asyncio.sleep(EMPTY_SECONDS)
             self._look_here()
@@ -314,11 +322,59 @@ class Pull:
         except BaseException:
             core.give_back_inner(self._inner, grant)
             raise
+        self._landed(grant, good)
+
+    async def _follow(self) -> None:
+        """Blocks that are still being written over there: layers as they come, sealed once they are."""
+        core, plan = self._core, self.plan
+        grant = core.reserve_inner(self._inner, min(plan.coming, MAX_BATCH))
+        if not len(grant):
+            plan.stop("slots: none is free, and none can be freed")
+            return
+        assert self._description is not None
+        assert self._order is not None
+        following = Following(
+            self._links,
+            self._plane,
+            self._order,
+            self.source,
+            (self._description, self._offer.token),
+            plan.present - self._first,
+            plan.present - self._first - self._offer.blocks,
+            grant,
+            self._inner.layout.slot_addresses(grant.slots),
+        )
+        try:
+            while len(following.rest) and plan.step == "follow":
+                await self._follow_on(following)
+        except NotFoundError as error:
+            raise UnavailableError(str(error)) from None
+        finally:
+            self._links.counters_of(self.source).early += following.early
+            core.give_back_inner(self._inner, following.rest)
+
+    async def _follow_on(self, following: Following) -> None:
+        plan, count = self.plan, len(following.rest)
+        wait = min(self._patience_for_blocks(), WAIT_SLICE_SECONDS)
+        call = self._stub.Follow(following.request(wait), timeout=wait + ANSWER_SECONDS)
+        reply = await self._call("Follow", call)
+        if following.is_news(reply):
+            whole = await following.read(reply, BATCH_BYTES, READ_SECONDS)
+            if whole:
+                good = following.sound(reply.digests)
+                self._landed(following.over(whole), good)
+        else:
+            await asyncio.sleep(EMPTY_SECONDS)
+        if len(reply.layers) < count or not wait:
+            plan.came_no_more()
+
+    def _landed(self, grant: Grant, good: int) -> None:
+        """The next blocks are in these slots: the first `good` of them as they should be."""
         self._seal(grant, good)
-        plan.landed(count, good)
+        self.plan.landed(len(grant), good)
         counters = self._links.counters_of(self.source)
         counters.pulled += good
-        counters.damaged += good < count
+        counters.damaged += good < len(grant)
         if good:
             self._backoff.reset()
             self._move()
@@ -364,7 +420,8 @@ class Pull:
         if self._renewing is not None:
             self._renewing.cancel()
             self._renewing = None
-        taken = 0 if self._is_fetch else min(self.plan.present - self._first, offer.blocks)
+        offered = offer.blocks + offer.coming
+        taken = 0 if self._is_fetch else min(self.plan.present - self._first, offered)
 
         async def withdraw(stub: Any) -> None:
             if offer.token:

@@ -1,4 +1,4 @@
-"""SealWaits: who waits for which block to be sealed. No I/O, no clock."""
+"""BlockWaits: who waits for which block to be there, or on its way. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MAX_WAITS_PER_PEER = 256
 
 @dataclass(eq=False, slots=True)
 class Wait:
-    """Of one caller. wake: called once, when the block is sealed or nobody is to wait any more."""
+    """Of one caller. wake: called once, when the block has come or nobody is to wait any more."""
 
     place: tuple[bytes, bytes]
     peer: str
     wake: Callable[[], None]
 
 
-class SealWaits:
+class BlockWaits:
     """A wait ends by its wake or by end(), whichever is first. A method that raises has changed nothing."""
 
     def __init__(self, most: int = MAX_WAITS, most_per_peer: int = MAX_WAITS_PER_PEER) -> None:
@@ -55,8 +55,9 @@ class SealWaits:
                 del self._waits[wait.place]
             self._forget(wait)
 
-    def sealed(self, pool_id: bytes, keys: bytes) -> None:
-        """These blocks are there: wakes who waits for one of them. keys: 32 bytes each, end to end."""
+    def came(self, pool_id: bytes, keys: bytes) -> None:
+        """These blocks are sealed, or being written: wakes who waits for one of them. keys: 32 bytes each,
+        end to end."""
         if not self._waits:
             return
         for at in range(0, len(keys), KEY_BYTES):

@@ -245,8 +245,14 @@ class Core:
             session_id, keys, parents, slots, generations, self.now(), lease_ms, lease_id
         )
         if self.peers is not None:
-            self.peers.offers.waits.sealed(self.state.session(session_id).pool_id, keys)
+            self.peers.offers.came(self.state.session(session_id).pool_id, keys)
         return sealed
+
+    def announce(self, session_id: bytes, keys: bytes, slots: U32Array, generations: U32Array) -> None:
+        """StoreState.announce(), and tells who waits for one of the blocks."""
+        self.state.announce(session_id, keys, slots, generations, self.now())
+        if self.peers is not None:
+            self.peers.offers.came(self.state.session(session_id).pool_id, keys)
 
     # Grants
 

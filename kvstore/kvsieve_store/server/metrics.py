@@ -130,9 +130,10 @@ class StateCollector(Collector):
         seconds = CounterMetricFamily(
             "kvsieve_peer_read_seconds", "Time that reads took.", labels=["peer", "transport"]
         )
-        pulled, damaged, failures = (
+        early, pulled, damaged, failures = (
             CounterMetricFamily(f"kvsieve_peer_{name}", help_text, labels=["peer"])
             for name, help_text in (
+                ("early_bytes", "Of the bytes read, those of blocks that were still being written."),
                 ("pulled_blocks", "Blocks pulled from other stores."),
                 ("damaged_blocks", "Blocks that came with another digest, and were not taken."),
                 ("link_failures", "Links to other stores that broke or were not to be had in time."),
@@ -142,10 +143,11 @@ class StateCollector(Collector):
             for transport, count in counters.bytes.items():
                 read.add_metric([peer, transport], count)
                 seconds.add_metric([peer, transport], counters.seconds[transport])
+            early.add_metric([peer], counters.early)
             pulled.add_metric([peer], counters.pulled)
             damaged.add_metric([peer], counters.damaged)
             failures.add_metric([peer], counters.failures)
-        yield from (read, seconds, pulled, damaged, failures)
+        yield from (read, seconds, early, pulled, damaged, failures)
 
     def _store(self) -> Iterator[Metric]:
         core, totals = self._core, self._core.state.totals()

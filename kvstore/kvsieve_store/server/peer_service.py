@@ -25,6 +25,11 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         host, _, _ = context.peer().rpartition(":")  # without the port: each pull has a connection of its own
         return await self._peers.offers.offer(request, host)
 
+    async def Follow(self, request: pb.FollowRequest, context: Context) -> pb.FollowResponse:
+        if self._core.peers is None:
+            raise UnavailableError("the store is not ready yet; try again")
+        return await self._core.peers.offers.follow(request)  # also while the store drains, as Renew
+
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
         if self._core.peers is None:
             raise UnavailableError("the store is not ready yet; try again")

@@ -64,6 +64,12 @@ class StoreService(store_pb2_grpc.StoreServicer):
         reply.status.extend(sealed.status.tolist())
         return reply
 
+    async def Announce(self, request: pb.AnnounceRequest, context: Context) -> pb.AnnounceResponse:
+        self._core.announce(
+            request.session_id, request.keys, _array(request.slots), _array(request.generations)
+        )
+        return pb.AnnounceResponse()
+
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         released = self._state.release(
             request.session_id,

@@ -7,6 +7,7 @@ import numpy as np
 from kvsieve_store.errors import SlotNotHeldError
 from kvsieve_store.protocol.layout import ExtentLayout
 from kvsieve_store.protocol.spec import PoolSpec
+from kvsieve_store.state.announced import Announced
 from kvsieve_store.state.arrays import BoolArray, I32Array, KeyArray, SlotArray, U8Array, U32Array, as_slots
 from kvsieve_store.state.changes import Changes
 from kvsieve_store.state.index import KeyIndex
@@ -28,6 +29,7 @@ class Pool:
 
     spec, layout: the fingerprint, and where its slots lie. extents: extent numbers that the pool owns.
     quota: most extents that it may own. attached, fencing: sessions in each state. last_used: seconds.
+    announced: keys of writing slots. writing: slots in that state; leaving: of these, given back but leased.
     refilling: the tick is evicting up to the high watermark. changes: told of blocks that come and go.
     """
 
@@ -51,7 +53,9 @@ class Pool:
         self.sieve = Sieve(self.table)
         self.protection = Protection(self.table, layout.slots_per_extent)
         self.counters = Counters()
+        self.announced = Announced()
         self.writing = 0
+        self.leaving = 0
         self.attached = 0
         self.fencing = 0
         self.last_used = now
@@ -155,6 +159,9 @@ class Pool:
         ancestor, and parents are older than their children. Any other block is the first of its chain.
         """
         new, table = slots[fresh], self.table
+        if self.announced:
+            self.announced.drop_keys(keys[fresh])
+            self.announced.drop_slots(new.tolist())
         table.key[new] = keys[fresh]
         table.state[new] = SEALED
         table.owner[new] = 0
@@ -178,10 +185,40 @@ class Pool:
         np.add.at(table.children, above, 1)
 
     def give_back(self, slots: SlotArray) -> None:
-        """Writing -> free, unsealed."""
+        """Writing -> free, unsealed. A slot that is leased while it is written goes with its last lease."""
+        if self.announced:
+            self.announced.drop_slots(slots.tolist())
+        leased = self.table.leases[slots] > 0
+        if leased.any():
+            self.table.owner[slots[leased]] = 0
+            self.leaving += int(np.count_nonzero(leased))
+            slots = slots[~leased]
+        self._free_written(slots)
+
+    def _free_written(self, slots: SlotArray) -> None:
         self.table.free(slots)
         self._free.push(slots)
         self.writing -= len(slots)
+
+    def announce(self, keys: KeyArray, slots: SlotArray) -> None:
+        """Says which keys writing slots will have; sealed keys are skipped."""
+        new = self.index.find(keys) < 0
+        self.announced.add(keys[new], slots[new])
+
+    def withdraw(self, ordinal: int) -> None:
+        """Forgets what a session has announced."""
+        owner = self.table.owner
+        self.announced.drop_slots([slot for slot in self.announced.slots() if owner[slot] == ordinal])
+
+    def progress(self, keys: KeyArray, slots: SlotArray) -> tuple[int, int]:
+        """Of leased slots, and the keys that were announced for them: how many, from the first on, are sealed
+        under theirs; how many are so or may still be."""
+        sealed = self.index.find(keys) == slots
+        there = [
+            bool(done) or self.announced.find_prefix(keys[i : i + 1], 1) == [slot]
+            for i, (done, slot) in enumerate(zip(sealed, slots.tolist(), strict=True))
+        ]
+        return _prefix(sealed.tolist()), _prefix(there)
 
     def held_by(self, ordinal: int) -> SlotArray:
         """Writing slots of a session."""
@@ -214,13 +251,19 @@ class Pool:
         self.counters.missed_blocks += asked - len(prefix)
 
     def lease(self, slots: I32Array) -> None:
-        """Counts a lease on each slot; they must differ."""
+        """Counts a lease on each slot; they must differ. Sealed ones, or announced ones while they are
+        written."""
         self.table.leases[slots] += 1
 
     def unlease(self, slots: I32Array) -> None:
         """Undoes lease() of the same slots."""
-        self.table.leases[slots] -= 1
+        table = self.table
+        table.leases[slots] -= 1
         self.sieve.retry()
+        if self.leaving:
+            over = (table.state[slots] == WRITING) & (table.owner[slots] == 0) & (table.leases[slots] == 0)
+            self.leaving -= int(np.count_nonzero(over))
+            self._free_written(slots[over].astype(np.intp))
 
     def unpin(self, slots: SlotArray) -> None:
         """Takes the pins of blocks away."""
@@ -257,6 +300,11 @@ class Pool:
         self.index.remove(slots)
         self.table.free(slots)
         self._free.push(slots)
+
+
+def _prefix(marks: list[bool]) -> int:
+    """How many are set before the first that is not."""
+    return marks.index(False) if False in marks else len(marks)
 
 
 def _first_of_each(keys: KeyArray) -> BoolArray:

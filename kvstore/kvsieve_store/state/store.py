@@ -19,8 +19,9 @@ from kvsieve_store.protocol.layout import ExtentLayout, SlotLayout
 from kvsieve_store.protocol.limits import MAX_BATCH, MAX_CREDITS, MAX_LEASE_MS, MAX_MATCH_KEYS
 from kvsieve_store.protocol.spec import PoolSpec
 from kvsieve_store.state import admin
-from kvsieve_store.state.arrays import SlotArray, U32Array, as_keys, each_once
+from kvsieve_store.state.arrays import SlotArray, U32Array, as_keys, as_slots, each_once
 from kvsieve_store.state.changes import Changes
+from kvsieve_store.state.checks import block_keys, check_length, check_range
 from kvsieve_store.state.extents import ExtentLedger
 from kvsieve_store.state.leases import Lease, LeaseBook
 from kvsieve_store.state.pool import Pool
@@ -91,9 +92,9 @@ class StoreState:
         PoolMismatchError.
         """
         self._check_serving()
-        _check_range("engine_id (characters)", len(engine_id), 1, 256)
-        _check_range("client (characters)", len(client), 0, 256)
-        _check_range("credit_target", credit_target, 0, MAX_CREDITS)
+        check_range("engine_id (characters)", len(engine_id), 1, 256)
+        check_range("client (characters)", len(client), 0, 256)
+        check_range("credit_target", credit_target, 0, MAX_CREDITS)
         self._sessions.check_room(session_id)
         pool = self._pool_for(spec, now)
         self._pools[spec.name] = pool
@@ -116,7 +117,7 @@ class StoreState:
     def heartbeat(self, session_id: bytes, renew_leases: Sequence[int], now: float) -> None:
         """Keeps a session alive and extends leases by their own duration; unknown leases are skipped."""
         session = self._sessions.get(session_id)
-        _check_range("renew_leases (count)", len(renew_leases), 0, MAX_BATCH)
+        check_range("renew_leases (count)", len(renew_leases), 0, MAX_BATCH)
         for lease_id in renew_leases:
             self._leases.renew(session, lease_id, now)
         _seen(session, now)
@@ -127,6 +128,7 @@ class StoreState:
         if session.ended:
             return
         session.ended = True
+        session.pool.withdraw(session.ordinal)
         self._leases.hold(session)
         session.pool.attached -= 1
         session.pool.fencing += 1
@@ -167,6 +169,12 @@ class StoreState:
         wanted = as_keys("keys", key, 1, 1)
         return any(pool.pool_id == pool_id and len(pool.find_prefix(wanted)) for pool in self._pools.values())
 
+    def is_coming(self, pool_id: bytes, key: bytes) -> bool:
+        """Whether a slot of the pool is being written under the key."""
+        wanted = as_keys("keys", key, 1, 1)
+        pools = self._pools.values()
+        return any(pool.pool_id == pool_id and pool.announced.find_prefix(wanted, 1) for pool in pools)
+
     def walk(self) -> Iterator[tuple[bytes, bytes]]:
         """Pool id and keys of all sealed blocks, an extent a time: those that are there when it is its turn.
         The state may change between two extents; a block that is sealed meanwhile may be left out."""
@@ -180,22 +188,53 @@ class StoreState:
 
         Raises CapacityError when the session has leased too much already.
         """
+        return self.match_coming(session_id, keys, lease_ms, 0, now)[0]
+
+    def match_coming(
+        self, session_id: bytes, keys: bytes, lease_ms: int, most: int, now: float
+    ) -> tuple[Match, Grant]:
+        """match(), and the slots that are being written for up to `most` of the keys behind, in the same
+        lease: such a slot is not granted again before the lease ends, whatever its writer does. Not for the
+        session that writes them; lease_ms 0 finds none."""
         self._check_serving()
         session = self._sessions.get(session_id)
         wanted = as_keys("keys", keys, 1, MAX_MATCH_KEYS)
-        _check_range("lease_ms", lease_ms, 0, MAX_LEASE_MS)
+        check_range("lease_ms", lease_ms, 0, MAX_LEASE_MS)
         pool = session.pool
         slots = pool.find_prefix(wanted)
-        lease_id = self._lease(session, slots, lease_ms, now)
+        more = pool.announced.find_prefix(wanted[len(slots) :], most if lease_ms else 0)
+        coming = np.array(more, np.intp)
+        lease_id = self._lease(session, np.append(slots, coming) if more else slots, lease_ms, now)
         pool.visit(slots, len(wanted))
         _seen(session, now)
-        return Match(slots.astype(np.uint32), pool.table.generation[slots], lease_id)
+        generation = pool.table.generation
+        match = Match(slots.astype(np.uint32), generation[slots], lease_id)
+        return match, Grant(coming.astype(np.uint32), generation[coming])
+
+    def announce(
+        self, session_id: bytes, keys: bytes, slots: U32Array, generations: U32Array, now: float
+    ) -> None:
+        """Says which keys held slots are to be sealed under: match_coming() finds them until they are sealed,
+        given back, or the session ends. Sealed keys, and those announced for other slots, are skipped."""
+        session = self._sessions.get(session_id)
+        new = block_keys(keys)
+        check_length("slots", len(slots), "keys", len(new))
+        check_length("generations", len(generations), "keys", len(new))
+        at = session.pool.check_held(session.ordinal, slots, generations)
+        session.pool.announce(new, at)
+        _seen(session, now)
+
+    def progress(self, pool_id: bytes, keys: bytes, slots: U32Array) -> tuple[int, int]:
+        """Of slots that match_coming() gave, and are leased: how many, from the first on, are sealed under
+        their keys; how many are so or may still be."""
+        (pool,) = (pool for pool in self._pools.values() if pool.pool_id == pool_id)
+        return pool.progress(as_keys("keys", keys, 1, MAX_MATCH_KEYS), as_slots(slots))
 
     def reserve(self, session_id: bytes, count: int, now: float) -> Grant:
         """Grants up to `count` slots beyond the session's credits, as many as can be had."""
         self._check_serving()
         session = self._sessions.get(session_id)
-        _check_range("count", count, 1, MAX_BATCH)
+        check_range("count", count, 1, MAX_BATCH)
         _seen(session, now)
         grant = self._grant(session, count)
         session.pool.counters.denied_slots += count - len(grant)
@@ -222,15 +261,12 @@ class StoreState:
         Raises CapacityError when the session has leased too much already.
         """
         session = self._sessions.get(session_id)
-        new = as_keys("keys", keys, 1, MAX_BATCH)
+        new = block_keys(keys)
         above = as_keys("parents", parents, 1, MAX_BATCH)
-        _check_length("parents", len(above), "keys", len(new))
-        _check_length("slots", len(slots), "keys", len(new))
-        _check_length("generations", len(generations), "keys", len(new))
-        empty = np.flatnonzero(~new.any(axis=1))
-        if len(empty):
-            raise InvalidRequestError(f"keys[{empty[0]}]: all zero, which stands for no block")
-        _check_range("lease_ms", lease_ms, 0, MAX_LEASE_MS)
+        check_length("parents", len(above), "keys", len(new))
+        check_length("slots", len(slots), "keys", len(new))
+        check_length("generations", len(generations), "keys", len(new))
+        check_range("lease_ms", lease_ms, 0, MAX_LEASE_MS)
         if lease_id and not lease_ms:
             raise InvalidRequestError(f"lease_id: {lease_id} given without lease_ms")
         pool = session.pool
@@ -254,9 +290,9 @@ class StoreState:
     ) -> Released:
         """Gives back leases and unused slots; leases that are gone already are skipped."""
         session = self._sessions.get(session_id)
-        _check_range("lease_ids (count)", len(lease_ids), 0, MAX_BATCH)
-        _check_range("slots (count)", len(slots), 0, MAX_BATCH)
-        _check_length("generations", len(generations), "slots", len(slots))
+        check_range("lease_ids (count)", len(lease_ids), 0, MAX_BATCH)
+        check_range("slots (count)", len(slots), 0, MAX_BATCH)
+        check_length("generations", len(generations), "slots", len(slots))
         at = session.pool.check_held(session.ordinal, slots, generations)
         leases = sum(self._unlease(session, lease_id) for lease_id in lease_ids)
         self._give_back(session, at)
@@ -320,7 +356,7 @@ class StoreState:
             raise InvalidRequestError("keys, count: give one of them")
         if keys:
             return admin.evict_keys(pool, as_keys("keys", keys, 1, MAX_BATCH))
-        _check_range("count", count, 1, 2**32 - 1)
+        check_range("count", count, 1, 2**32 - 1)
         return admin.evict_coldest(pool, count)
 
     def pin(self, pool_ref: str, keys: bytes) -> Pinned:
@@ -461,13 +497,3 @@ class StoreState:
 def _seen(session: Session, now: float) -> None:
     session.last_seen = now
     session.pool.last_used = now
-
-
-def _check_range(field: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise InvalidRequestError(f"{field}: {value} given, {low} to {high} allowed")
-
-
-def _check_length(field: str, given: int, other: str, required: int) -> None:
-    if given != required:
-        raise InvalidRequestError(f"{field}: {given} entries given, {required} required as in {other}")

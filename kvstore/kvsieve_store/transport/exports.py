@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvsieve_store.errors import CapacityError, InvalidRequestError, NotFoundError
+from kvsieve_store.protocol.layers import Counts, LayerOrder
 from kvsieve_store.transport import wire
 from kvsieve_store.transport.memory import Memory, U64Array
 
@@ -18,15 +20,37 @@ _NOTHING = np.zeros(0, np.uint64)
 
 
 @dataclass(eq=False, slots=True)
+class Growing:
+    """The last blocks of an export, that are still being written.
+
+    first: place of the first one. layers: [n] int64, of each: complete layers, set by who watches them.
+    """
+
+    first: int
+    order: LayerOrder
+    layers: Counts
+
+    def forbids(self, ranges: U64Array) -> NDArray[np.bool_]:
+        """Ranges, of blocks of the export, with bytes that are not there yet."""
+        block, at, length = ranges.T
+        place = block.astype(np.int64) - self.first
+        mine = (place >= 0) & (place < len(self.layers))
+        layers = np.where(mine, self.layers[np.where(mine, place, 0)], self.order.sealed)
+        return ~self.order.allows(layers, at, length)
+
+
+@dataclass(eq=False, slots=True)
 class Export:
     """Blocks that stay where they are until the export is closed and nobody reads from it.
 
-    offsets: [blocks] uint64, of each block in the memory. block_bytes: size of each.
+    offsets: [blocks] uint64, of each block in the memory. block_bytes: size of each. growing: those of which
+    a part can be read; None: there are none.
     readers: answers that are being sent. on_drained: called once, when it is closed and has no readers.
     """
 
     offsets: U64Array
     block_bytes: int
+    growing: Growing | None = None
     readers: int = 0
     on_drained: Callable[[], None] | None = None
 
@@ -49,6 +73,12 @@ class Export:
             raise InvalidRequestError(
                 f"ranges[{i}]: {length[i]} bytes at {at[i]} of block {block[i]} given; the export has "
                 f"{len(self.offsets)} blocks of {self.block_bytes} bytes"
+            )
+        if self.growing is not None and (early := self.growing.forbids(ranges)).any():
+            i = int(np.argmax(early))
+            raise InvalidRequestError(
+                f"ranges[{i}]: {length[i]} bytes at {at[i]} of block {block[i]} given, which is still being "
+                "written; its complete layers can be read"
             )
         # At most 1,024 lengths, none above the block's size: Python's sum can't overflow.
         if (asked := sum(length.tolist())) > wire.MAX_READ_BYTES:
@@ -81,17 +111,17 @@ class Exports:
     def __len__(self) -> int:
         return len(self._by_token)
 
-    def open(self, offsets: U64Array, block_bytes: int) -> bytes:
+    def open(self, offsets: U64Array, block_bytes: int, growing: Growing | None = None) -> bytes:
         """Lets whoever has the token, 16 random bytes, read these blocks.
 
-        offsets: [blocks] uint64, of each block in the memory.
+        offsets: [blocks] uint64, of each block in the memory. growing: as in Export.
         Raises InvalidRequestError for blocks outside the memory, CapacityError when there are too many
         exports.
         """
         if not 1 <= len(offsets) <= wire.MAX_BLOCKS:
             raise InvalidRequestError(f"blocks: {len(offsets)} given, 1 to {wire.MAX_BLOCKS} allowed")
         self.memory.locate(offsets, block_bytes)
-        export = Export(np.array(offsets, np.uint64), block_bytes)
+        export = Export(np.array(offsets, np.uint64), block_bytes, growing)
         token = secrets.token_bytes(wire.TOKEN_BYTES)
         with self._lock:
             if len(self._by_token) >= self._limit:

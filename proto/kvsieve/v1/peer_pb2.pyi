@@ -1,36 +1,66 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable
 from typing import ClassVar as _ClassVar, Optional as _Optional
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class OfferRequest(_message.Message):
-    __slots__ = ("pool_id", "keys", "lease_ms", "digests", "wait_ms")
+    __slots__ = ("pool_id", "keys", "lease_ms", "digests", "wait_ms", "coming")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    COMING_FIELD_NUMBER: _ClassVar[int]
     pool_id: bytes
     keys: bytes
     lease_ms: int
     digests: bool
     wait_ms: int
-    def __init__(self, pool_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., digests: bool = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    coming: bool
+    def __init__(self, pool_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., digests: bool = ..., wait_ms: _Optional[int] = ..., coming: bool = ...) -> None: ...
 
 class OfferResponse(_message.Message):
-    __slots__ = ("blocks", "token", "slot_bytes", "description", "digests")
+    __slots__ = ("blocks", "token", "slot_bytes", "description", "digests", "coming")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    COMING_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     token: bytes
     slot_bytes: int
     description: bytes
     digests: bytes
-    def __init__(self, blocks: _Optional[int] = ..., token: _Optional[bytes] = ..., slot_bytes: _Optional[int] = ..., description: _Optional[bytes] = ..., digests: _Optional[bytes] = ...) -> None: ...
+    coming: int
+    def __init__(self, blocks: _Optional[int] = ..., token: _Optional[bytes] = ..., slot_bytes: _Optional[int] = ..., description: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., coming: _Optional[int] = ...) -> None: ...
+
+class FollowRequest(_message.Message):
+    __slots__ = ("token", "done", "seen", "step", "wait_ms", "known")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    token: bytes
+    done: int
+    seen: int
+    step: int
+    wait_ms: int
+    known: int
+    def __init__(self, token: _Optional[bytes] = ..., done: _Optional[int] = ..., seen: _Optional[int] = ..., step: _Optional[int] = ..., wait_ms: _Optional[int] = ..., known: _Optional[int] = ...) -> None: ...
+
+class FollowResponse(_message.Message):
+    __slots__ = ("layers", "digests")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    digests: bytes
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., digests: _Optional[bytes] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("token", "lease_ms")

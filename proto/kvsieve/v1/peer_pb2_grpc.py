@@ -39,6 +39,11 @@ class PeerStub(object):
                 request_serializer=kvsieve_dot_v1_dot_peer__pb2.OfferRequest.SerializeToString,
                 response_deserializer=kvsieve_dot_v1_dot_peer__pb2.OfferResponse.FromString,
                 _registered_method=True)
+        self.Follow = channel.unary_unary(
+                '/kvsieve.v1.Peer/Follow',
+                request_serializer=kvsieve_dot_v1_dot_peer__pb2.FollowRequest.SerializeToString,
+                response_deserializer=kvsieve_dot_v1_dot_peer__pb2.FollowResponse.FromString,
+                _registered_method=True)
         self.Renew = channel.unary_unary(
                 '/kvsieve.v1.Peer/Renew',
                 request_serializer=kvsieve_dot_v1_dot_peer__pb2.RenewRequest.SerializeToString,
@@ -68,6 +73,16 @@ class PeerServicer(object):
         """Leases blocks for another store, and lets it read them until the offer is withdrawn or runs out.
         Errors: INVALID_ARGUMENT (a field), NOT_FOUND (no such pool), RESOURCE_EXHAUSTED (too many offers or
         sessions), UNAVAILABLE (the store serves no peers, prefaults or drains).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Follow(self, request, context):
+        """Says how far the offer's blocks are that are still being written (OfferResponse.coming), as soon as there is news
+        or wait_ms are over. One call of an offer at a time.
+        Errors: INVALID_ARGUMENT (a field), NOT_FOUND (the offer is over), RESOURCE_EXHAUSTED (another call of the offer
+        waits).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,6 +133,11 @@ def add_PeerServicer_to_server(servicer, server):
                     request_deserializer=kvsieve_dot_v1_dot_peer__pb2.OfferRequest.FromString,
                     response_serializer=kvsieve_dot_v1_dot_peer__pb2.OfferResponse.SerializeToString,
             ),
+            'Follow': grpc.unary_unary_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=kvsieve_dot_v1_dot_peer__pb2.FollowRequest.FromString,
+                    response_serializer=kvsieve_dot_v1_dot_peer__pb2.FollowResponse.SerializeToString,
+            ),
             'Renew': grpc.unary_unary_rpc_method_handler(
                     servicer.Renew,
                     request_deserializer=kvsieve_dot_v1_dot_peer__pb2.RenewRequest.FromString,
@@ -166,6 +186,33 @@ class Peer(object):
             '/kvsieve.v1.Peer/Offer',
             kvsieve_dot_v1_dot_peer__pb2.OfferRequest.SerializeToString,
             kvsieve_dot_v1_dot_peer__pb2.OfferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Follow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsieve.v1.Peer/Follow',
+            kvsieve_dot_v1_dot_peer__pb2.FollowRequest.SerializeToString,
+            kvsieve_dot_v1_dot_peer__pb2.FollowResponse.FromString,
             options,
             channel_credentials,
             insecure,

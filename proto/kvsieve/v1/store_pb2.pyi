@@ -228,6 +228,22 @@ class SealResponse(_message.Message):
     lease_id: int
     def __init__(self, status: _Optional[_Iterable[_Union[SealStatus, str]]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
+class AnnounceRequest(_message.Message):
+    __slots__ = ("session_id", "keys", "slots", "generations")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    keys: bytes
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., slots: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AnnounceResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ReleaseRequest(_message.Message):
     __slots__ = ("session_id", "lease_ids", "slots", "generations")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]

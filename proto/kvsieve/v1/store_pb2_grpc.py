@@ -54,6 +54,11 @@ class StoreStub(object):
                 request_serializer=kvsieve_dot_v1_dot_store__pb2.SealRequest.SerializeToString,
                 response_deserializer=kvsieve_dot_v1_dot_store__pb2.SealResponse.FromString,
                 _registered_method=True)
+        self.Announce = channel.unary_unary(
+                '/kvsieve.v1.Store/Announce',
+                request_serializer=kvsieve_dot_v1_dot_store__pb2.AnnounceRequest.SerializeToString,
+                response_deserializer=kvsieve_dot_v1_dot_store__pb2.AnnounceResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/kvsieve.v1.Store/Release',
                 request_serializer=kvsieve_dot_v1_dot_store__pb2.ReleaseRequest.SerializeToString,
@@ -107,6 +112,16 @@ class StoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Announce(self, request, context):
+        """Says which keys slots will be sealed under that are being written now, so that other stores can read them layer by
+        layer. Match does not find them. It ends with the seal, the slot, or the session. A key that is sealed, or
+        announced for another slot, is left as it is; a slot that had another key has this one.
+        Errors: INVALID_ARGUMENT (lengths, too many), FAILED_PRECONDITION and NOT_FOUND as Seal.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Release(self, request, context):
         """Gives back leases and unused slots. A lease that has expired already is skipped, not an error.
         Errors: INVALID_ARGUMENT (lengths, too many), FAILED_PRECONDITION and NOT_FOUND as Seal.
@@ -137,6 +152,11 @@ def add_StoreServicer_to_server(servicer, server):
                     servicer.Seal,
                     request_deserializer=kvsieve_dot_v1_dot_store__pb2.SealRequest.FromString,
                     response_serializer=kvsieve_dot_v1_dot_store__pb2.SealResponse.SerializeToString,
+            ),
+            'Announce': grpc.unary_unary_rpc_method_handler(
+                    servicer.Announce,
+                    request_deserializer=kvsieve_dot_v1_dot_store__pb2.AnnounceRequest.FromString,
+                    response_serializer=kvsieve_dot_v1_dot_store__pb2.AnnounceResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -252,6 +272,33 @@ class Store(object):
             '/kvsieve.v1.Store/Seal',
             kvsieve_dot_v1_dot_store__pb2.SealRequest.SerializeToString,
             kvsieve_dot_v1_dot_store__pb2.SealResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Announce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsieve.v1.Store/Announce',
+            kvsieve_dot_v1_dot_store__pb2.AnnounceRequest.SerializeToString,
+            kvsieve_dot_v1_dot_store__pb2.AnnounceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,110 @@
+"""Blocks that are being written: what finds them, what ends that, and what keeps their slots."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvsieve_store.errors import NotFoundError
+from kvsieve_store.state import Grant, StoreState
+from tests.unit.state_driver import Engine, attach, has, key, keys, settings, spec, u32
+
+
+class Scene:
+    """A writer with three slots, announced as blocks 1 to 3 behind a sealed block 0, and a reader."""
+
+    def __init__(self) -> None:
+        self.state = StoreState(settings(extents=2))
+        self.writer = attach(self.state, name="writer")
+        self.reader = attach(self.state, name="reader")
+        self.writer.save(0)
+        self.grant = self.writer.reserve(3)
+        self.announce(1, 2, 3)
+        self.pool_id = spec().pool_id()
+
+    def announce(self, *numbers: int, engine: Engine | None = None, grant: Grant | None = None) -> None:
+        grant, count = grant or self.grant, len(numbers)
+        slots, generations = grant.slots[:count], grant.generations[:count]
+        self.state.announce((engine or self.writer).id, keys(*numbers), slots, generations, 0.0)
+
+    def coming(self, *numbers: int, most: int = 9) -> tuple[int, list[int], int]:
+        """Sealed blocks, slots of coming ones, and the lease of both."""
+        match, coming = self.state.match_coming(self.reader.id, keys(*numbers), 60_000, most, 0.0)
+        return len(match.slots), coming.slots.tolist(), match.lease_id
+
+    def regranted(self) -> set[int]:
+        """Slots that somebody who takes all there are can get."""
+        return set(self.reader.reserve(100).slots.tolist())
+
+
+def test_only_those_who_ask_for_them_find_them_behind_what_is_sealed() -> None:
+    scene = Scene()
+    slots = scene.grant.slots.tolist()
+    assert scene.coming(0, 1, 2, 3)[:2] == (1, slots)
+    assert scene.coming(0, 1, 2, 3, most=2)[:2] == (1, slots[:2])
+    assert scene.coming(0, 2, 9, 3)[:2] == (1, slots[1:2])
+    assert scene.coming(9, 1)[:2] == (0, [])
+    assert len(scene.reader.match(0, 1, 2).slots) == 1
+    assert not scene.state.has(scene.pool_id, key(1))
+    assert scene.state.is_coming(scene.pool_id, key(1))
+    assert not scene.state.is_coming(bytes(32), key(1))
+
+
+def test_a_seal_makes_it_a_block_and_its_lease_goes_on() -> None:
+    scene = Scene()
+    _, slots, lease = scene.coming(1, 2, 3)
+    scene.writer.seal(scene.grant, keys(1, 2))
+    assert scene.state.progress(scene.pool_id, keys(1, 2, 3), u32(*slots)) == (2, 3)
+    assert not scene.state.is_coming(scene.pool_id, key(1))
+    scene.state.clear("pool")
+    assert (has(scene.state, 0), has(scene.state, 1), has(scene.state, 2)) == (False, True, True)
+    scene.reader.release(lease)
+    scene.state.clear("pool")
+    assert not has(scene.state, 1)
+
+
+@pytest.mark.parametrize(
+    "how", ["released", "the session ends", "sealed under another key", "sealed elsewhere"]
+)
+def test_it_ends_and_its_slot_stays_as_it_is_while_it_is_leased(how: str) -> None:
+    scene = Scene()
+    _, slots, lease = scene.coming(1, 2, 3)
+    other = scene.coming(1, 2, 3)[2]
+    if how == "released":
+        scene.writer.release(grant=scene.grant)
+    elif how == "the session ends":
+        scene.state.end_session(scene.writer.id, 0.0)
+        assert scene.coming(1, 2, 3)[:2] == (0, [])  # nobody will seal it
+        scene.state.fenced(scene.writer.id)
+    elif how == "sealed under another key":
+        scene.writer.seal(scene.grant, keys(7, 8, 9))
+        scene.state.clear("pool")
+    else:
+        scene.reader.save(1, 2, 3)
+        scene.writer.seal(scene.grant, keys(1, 2, 3))  # duplicates: the slots are given back
+    assert scene.coming(1, 2, 3)[1] == []
+    assert scene.state.progress(scene.pool_id, keys(1, 2, 3), u32(*slots)) == (0, 0)
+    assert not scene.regranted() & set(slots)
+    scene.reader.release(lease)
+    assert not scene.regranted() & set(slots)
+    scene.reader.release(other)
+    scene.state.clear("pool")
+    assert scene.regranted() >= set(slots)
+
+
+def test_the_first_writer_of_a_key_stays_and_a_slot_has_its_last_key() -> None:
+    scene = Scene()
+    second = attach(scene.state, name="second")
+    grant = second.reserve(3)
+    scene.announce(1, 0, 5, engine=second, grant=grant)
+    first, third = scene.grant.slots.tolist()[0], grant.slots.tolist()[2]
+    assert (scene.coming(1)[1], scene.coming(5)[1], scene.coming(0)[:2]) == ([first], [third], (1, []))
+    scene.announce(4)
+    assert (scene.coming(1)[1], scene.coming(4)[1]) == ([], [first])
+
+
+def test_an_ended_session_announces_nothing() -> None:
+    scene = Scene()
+    scene.state.end_session(scene.writer.id, 0.0)
+    with pytest.raises(NotFoundError):
+        scene.announce(1)
+    assert scene.coming(1)[1] == []
