@@ -84,6 +84,8 @@ class SchedulerHalf:
         self._credit_target = 0
         self._leases_back: list[int] = []
         self._slots_back: list[SlotRef] = []
+        self._announced: list[SaveJob] = []
+        """Ordered in this step, of requests that go on elsewhere."""
 
     def use(self, client: StoreClient | None, credit_target: int = 0) -> None:
         """Works with this client from now on, started by the caller; None: with no store any more.
@@ -261,9 +263,13 @@ class SchedulerHalf:
             for req_id, tokens in output.num_scheduled_tokens.items():
                 state = self._requests.get(req_id)
                 if state is not None and state.saves:
+                    first = len(orders.saves)
                     self._save_full_blocks(state, tokens, block_state.resolve_block_ids, orders)
                     if state.departs and not state.tail_saved:
                         self._save_tail(state, tokens, block_state.resolve_block_ids, orders)
+                    if state.departs:
+                        self._announced += [self._saves[order.job] for order in orders.saves[first:]]
+        self._announce()
         self._poll_seals()
         self._arrivals.poll(self._client)
         self._departures.poll(self._client, self._saves)
@@ -282,6 +288,15 @@ class SchedulerHalf:
                 self._seal(ready, self._client)
         self._departures.poll(self._client, self._saves)
         self._give_back()
+
+    def _announce(self) -> None:
+        """Lets the store of who goes on with a request read its blocks while they are written. Nothing is
+        lost without."""
+        jobs, self._announced = self._announced, []
+        attachment = self._attachment()
+        if jobs and attachment is not None and attachment.peer_address and self._client is not None:
+            entries = [SealEntry(job.key, job.parent, job.ref) for job in jobs]
+            self._client.announce_async(entries, epoch=self._sent_epoch)
 
     def _seal(self, ready: list[SaveJob], client: StoreClient) -> None:
         entries = [SealEntry(job.key, job.parent, job.ref) for job in ready]

@@ -63,6 +63,7 @@ class ScriptedClient:
     slots_back: list[SlotRef] = field(default_factory=list)
     pulls: list[Pull] = field(default_factory=list)
     holds: list[list[bytes]] = field(default_factory=list)
+    announced: list[list[SealEntry]] = field(default_factory=list)
 
     def pull_async(self, source: str, keys: Sequence[bytes], **terms: Any) -> Future[Pulled]:
         self.pulls.append(Pull(source, list(keys), terms))
@@ -70,6 +71,10 @@ class ScriptedClient:
 
     def hold_async(self, keys: Sequence[bytes], *, seconds: float) -> Future[int]:
         self.holds.append(list(keys))
+        return Future()
+
+    def announce_async(self, entries: Sequence[SealEntry], *, epoch: int | None = None) -> Future[None]:
+        self.announced.append(list(entries))
         return Future()
 
     @property

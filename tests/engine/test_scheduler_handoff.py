@@ -43,6 +43,21 @@ def test_the_last_tokens_of_a_prompt_that_goes_on_elsewhere_are_saved_and_all_is
     assert not scene.half.has_pending_work()
 
 
+def test_blocks_of_a_prompt_that_goes_on_elsewhere_are_announced_as_they_will_be_sealed() -> None:
+    scene = Scene()
+    scene.half.on_new_request(scene.request("stays", 2))
+    goes = scene.request("goes", 2, tail=3, do_remote_decode=True)
+    scene.half.on_new_request(goes)
+    orders = [*scene.step(stays=2 * BLOCK, goes=2 * BLOCK).saves[2:]]
+    goes.num_computed_tokens = 2 * BLOCK
+    orders += scene.step(goes=3).saves
+    scene.step()
+    assert [len(batch) for batch in scene.client.announced] == [2, 1]
+    scene.half.take_report(WorkerReport(saved={order.job: 1 for order in orders}))
+    ((sealed, _),) = scene.client.seals
+    assert [entry for batch in scene.client.announced for entry in batch] == sealed
+
+
 @pytest.mark.parametrize("tail", [0, 1])
 def test_a_prompt_whose_last_token_alone_is_left_has_no_tail(tail: int) -> None:
     scene = Scene()

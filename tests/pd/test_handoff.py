@@ -66,6 +66,7 @@ def test_decode_first(hosts: Hosts, plain: Engine, length: int) -> None:
     prefilled(prefill, ids)
     assert decode.engine.answer(waiting)["tokens"] == expected
     assert decode.engine.computed == before + 1
+    assert 'method="Announce"' in prefill.store.metrics()
     prefill.settled()
     decode.settled()
 
