@@ -66,11 +66,12 @@ def test_transport_says_why_nixl_is_left_out(python: str) -> None:
 
 
 def test_handoff() -> None:
-    case = handing_over.Case(8192, step_blocks=2, steps=2, step_seconds=0.01)
+    case = handing_over.Case(8192, step_blocks=2, steps=2, step_seconds=0.01, layers=4)
     report = handing_over.measure(
         cases=[case], stream=case, repetitions=2, matches=5, keys=20, transports=["tcp"], pool_size="256MiB"
     )
     keys = {"transport", "block_bytes", "last_blocks", "block_us", "pulled_p50_us", "p50_us", "p99_us"}
+    keys |= {"sealed_only_p50_us", "ratio"}
     check(Report("handoff", {}, report.rows[:1]), 1, keys, goals=0)
     check(Report("handoff", {}, report.rows[1:]), 2, {"transport", "pulls", "match_p99_us"}, goals=0)
     assert len(report.goals) == 2

@@ -19,7 +19,7 @@ from kvsieve_store.bench.matching import Matcher
 from kvsieve_store.bench.report import Goal, Report, latencies_us
 from kvsieve_store.bench.saving import ATTACH_SECONDS, receive, spawn
 from kvsieve_store.bench.store import TemporaryStore
-from kvsieve_store.client import AdminClient, ArenaMap, StoreClient
+from kvsieve_store.client import AdminClient, ArenaMap, SealEntry, StoreClient
 from kvsieve_store.client.remote import RemoteBlocks
 from kvsieve_store.errors import KVSieveError
 from kvsieve_store.protocol.spec import PoolSpec
@@ -36,13 +36,14 @@ _READS = 15
 @dataclass(frozen=True)
 class Case:
     """A prompt: `steps` prefill steps of `step_blocks` blocks, one every `step_seconds`, and a last one of
-    `last_blocks`."""
+    `last_blocks`. A step writes its blocks layer by layer, evenly over its time."""
 
     block_bytes: int
     step_blocks: int = 8
     steps: int = 4
     last_blocks: int = 1
     step_seconds: float = 0.05
+    layers: int = 30
 
     @property
     def batches(self) -> list[int]:
@@ -51,8 +52,8 @@ class Case:
 
 
 CASES = (
-    Case(256 << 10),
-    Case(256 << 10, last_blocks=8),
+    Case(256 << 10, layers=32),
+    Case(256 << 10, layers=32, last_blocks=8),
     Case(2880 << 10),  # SmolLM2-135M, 32 tokens; DeepSeek-V3.2's main plane, 64 tokens, takes 2.4 MiB
     Case(2880 << 10, last_blocks=8),
 )
@@ -73,8 +74,9 @@ def measure(
     """Two stores on loopback. A writer seals a prompt in the one step by step while the other one pulls it.
 
     Times run from the call that seals the last block until the reader's match has it, beside what a read of
-    one block takes by the same transport. Then matches of `keys` keys at the pulling store, with nobody
-    pulling and during such hand-offs, one after the other.
+    one block takes by the same transport. Every other prompt is announced, so that its layers are read as
+    they are written; the ratio is that of the medians, with to without. Then matches of `keys` keys at the
+    pulling store, with nobody pulling and during such hand-offs, one after the other.
     """
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
@@ -146,7 +148,7 @@ class _HandOffs:
 
     def __init__(self, pair: _Pair, case: Case) -> None:
         self._case = case
-        self._spec = pool(f"handoff-{case.block_bytes}", (case.block_bytes,))
+        self._spec = pool(f"handoff-{case.block_bytes}", (case.block_bytes // case.layers,) * case.layers)
         self._pair = pair
         self._blocks = sum(case.batches)
         self._here, there = spawn.Pipe()
@@ -170,12 +172,12 @@ class _HandOffs:
             with AdminClient(endpoint) as admin:
                 admin.clear()  # all the room to the next one
 
-    def one(self, check: bool = False) -> tuple[float, float]:
+    def one(self, *, announce: bool = True, check: bool = False) -> tuple[float, float]:
         """One prompt: seconds from the call that seals its last block until the pull is over, and until the
-        reader's match has it. check: compares the bytes of all blocks."""
+        reader's match has it. announce: blocks while they are written. check: compares the bytes of all."""
         keys = self.last_keys = random_keys(self._blocks)
         pull = self._reader.pull_async(self._address, keys, seconds=_PULL_SECONDS, wait_seconds=_PULL_SECONDS)
-        self._here.send(keys)
+        self._here.send((keys, announce))
         came = pull.result(2 * _PULL_SECONDS)
         pulled = time.monotonic()
         if came.present < self._blocks:
@@ -222,14 +224,15 @@ def _content(key: bytes) -> np.ndarray[Any, Any]:
 
 
 def _write(endpoint: str, spec: PoolSpec, case: Case, pipe: Connection) -> None:
-    """Seals a prompt for each list of keys that comes; says when it sealed the last batch."""
+    """Seals a prompt for each list of keys that comes, announced or not; says when it sealed the last
+    batch."""
     with StoreClient(endpoint, spec, engine_id="bench-write", credit_target=0) as client:
         attachment = client.wait_attached(ATTACH_SECONDS)
         with ArenaMap(attachment) as arena:
             pipe.send(attachment.peer_address)
             while True:
                 try:
-                    keys = pipe.recv()
+                    keys, announce = pipe.recv()
                 except (EOFError, ConnectionResetError):
                     return
                 at, due, parent, sealed = 0, time.monotonic(), b"", 0.0
@@ -237,28 +240,45 @@ def _write(endpoint: str, spec: PoolSpec, case: Case, pipe: Connection) -> None:
                     part, at = keys[at : at + count], at + count
                     client.reserve(count)
                     refs = client.take_credits(count)
-                    for key, ref in zip(part, refs, strict=True):
-                        arena.slot(ref.slot)[:] = _content(key)
-                    due += case.step_seconds
-                    time.sleep(max(due - time.monotonic(), 0.0))
+                    entries = chain(part, refs, parent)
+                    if announce:
+                        client.announce_async(entries)
+                    for layer in range(case.layers):
+                        _write_layer(arena, entries, layer, case)
+                        due += case.step_seconds / case.layers
+                        time.sleep(max(due - time.monotonic(), 0.0))
                     sealed = time.monotonic()
-                    client.seal(chain(part, refs, parent))
+                    client.seal(entries)
                     parent = part[-1]
                 pipe.send(sealed)
+
+
+def _write_layer(arena: ArenaMap, entries: Sequence[SealEntry], layer: int, case: Case) -> None:
+    size = case.block_bytes // case.layers
+    for key, _, ref in entries:
+        arena.slot(ref.slot)[layer * size : (layer + 1) * size] = _content(key)
+        arena.set_layers_done(ref.slot, 0, layer + 1)
 
 
 def _handed_over(pair: _Pair, case: Case, repetitions: int) -> dict[str, Any]:
     with _HandOffs(pair, case) as hand_offs:
         hand_offs.one(check=True)
-        times = [hand_offs.one() for _ in range(repetitions)]
+        announced: list[tuple[float, float]] = []
+        sealed: list[tuple[float, float]] = []
+        for i in range(2 * repetitions):
+            announce = i % 4 in (0, 3)
+            (announced if announce else sealed).append(hand_offs.one(announce=announce))
         block = hand_offs.read_block()
+    pulled, without = (statistics.median(each for each, _ in times) for times in (announced, sealed))
     return {
         "transport": pair.transport,
         "block_bytes": case.block_bytes,
         "last_blocks": case.last_blocks,
         "block_us": round(block * 1e6, 1),
-        "pulled_p50_us": round(statistics.median(pulled for pulled, _ in times) * 1e6, 1),
-        **latencies_us([matched for _, matched in times]),
+        "pulled_p50_us": round(pulled * 1e6, 1),
+        "sealed_only_p50_us": round(without * 1e6, 1),
+        "ratio": round(pulled / without, 3),
+        **latencies_us([matched for _, matched in announced]),
     }
 
 
