@@ -53,6 +53,23 @@ with StoreClient(endpoint, spec, engine_id="reader", credit_target=0) as client:
 """
 
 
+def test_what_is_announced_is_found_once_it_is_sealed(endpoint: str) -> None:
+    keys = chain(3)
+    with client(endpoint) as writer:
+        refs = writer.take_credits(3)
+        batch = entries(keys, refs)
+        writer.announce(batch)
+        assert not writer.match(keys).refs
+        with pytest.raises(SlotNotHeldError, match=r"slots\[0\]"):
+            writer.announce([SealEntry(key(9), b"", SlotRef(10**6, 1)), *batch])
+        with pytest.raises(InvalidRequestError, match=r"entries\[0\].key"):
+            writer.announce([SealEntry(b"short", b"", refs[0])])
+        with pytest.raises(UnavailableError, match="epoch"):
+            writer.announce(batch, epoch=99)
+        assert writer.seal(batch) == [SealResult.SEALED] * 3
+        assert writer.match(keys).refs == tuple(refs)
+
+
 def test_blocks_come_back_through_another_client_and_another_process(endpoint: str) -> None:
     keys = chain(3)
     with client(endpoint) as writer, ArenaMap(writer.wait_attached(0)) as arena:

@@ -217,6 +217,30 @@ async def test_seal_refuses_all_or_nothing(
     await engine.store.Seal(pb.SealRequest(session_id=engine.session_id, **good))
 
 
+@pytest.mark.parametrize(
+    ("change", "code", "text"),
+    [
+        ({"keys": keys(1)[:31]}, INVALID, "keys: 31 bytes"),
+        ({"keys": ROOT * 2}, INVALID, "keys[0]: all zero"),
+        ({"slots": [0]}, INVALID, "slots: 1 entries"),
+        ({"generations": [1]}, INVALID, "generations: 1 entries"),
+        ({"slots": [0, 99]}, grpc.StatusCode.FAILED_PRECONDITION, "slots[1]: slot 99"),
+        ({"generations": [1, 2]}, grpc.StatusCode.FAILED_PRECONDITION, "generations[1]"),
+        ({"session_id": bytes(16)}, grpc.StatusCode.NOT_FOUND, "session_id"),
+    ],
+)
+async def test_announce_refuses_all_or_nothing(
+    engine: Engine, change: dict, code: grpc.StatusCode, text: str
+) -> None:
+    good = {"session_id": engine.session_id, "keys": keys(1, 2), "slots": [0, 1], "generations": [1, 1]}
+    before = await snapshot(engine)
+    await fails(engine.store.Announce(pb.AnnounceRequest(**{**good, **change})), code, text)
+    assert await snapshot(engine) == before
+    await engine.store.Announce(pb.AnnounceRequest(**good))
+    assert not (await engine.match(1, 2)).slots
+    assert await engine.seal(1, 2) == [pb.SEAL_STATUS_SEALED] * 2
+
+
 async def test_slots_of_another_session_are_out_of_reach(
     engine: Engine, store: Store, connect: Connect
 ) -> None:
