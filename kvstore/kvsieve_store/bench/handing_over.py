@@ -168,9 +168,13 @@ class _HandOffs:
         self._writer.join(5.0)
         self._writer.kill()
         self._reader.close()
+        self.clear()
+
+    def clear(self) -> None:
+        """All the room to the next one."""
         for endpoint in (self._pair.source, self._pair.target):
             with AdminClient(endpoint) as admin:
-                admin.clear()  # all the room to the next one
+                admin.clear()
 
     def one(self, *, announce: bool = True, check: bool = False) -> tuple[float, float]:
         """One prompt: seconds from the call that seals its last block until the pull is over, and until the
@@ -266,6 +270,7 @@ def _handed_over(pair: _Pair, case: Case, repetitions: int) -> dict[str, Any]:
         announced: list[tuple[float, float]] = []
         sealed: list[tuple[float, float]] = []
         for i in range(2 * repetitions):
+            hand_offs.clear()  # a full store may evict what nobody has read yet
             announce = i % 4 in (0, 3)
             (announced if announce else sealed).append(hand_offs.one(announce=announce))
         block = hand_offs.read_block()
