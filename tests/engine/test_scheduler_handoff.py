@@ -58,6 +58,15 @@ def test_blocks_of_a_prompt_that_goes_on_elsewhere_are_announced_as_they_will_be
     assert [entry for batch in scene.client.announced for entry in batch] == sealed
 
 
+def test_nothing_is_announced_to_a_store_that_serves_no_others() -> None:
+    scene = Scene()
+    assert scene.client.attachment is not None
+    scene.client.attachment = replace(scene.client.attachment, peer_address="")
+    scene.half.on_new_request(scene.request("a", 2, do_remote_decode=True))
+    assert len(scene.step(a=2 * BLOCK).saves) == 2
+    assert not scene.client.announced
+
+
 @pytest.mark.parametrize("tail", [0, 1])
 def test_a_prompt_whose_last_token_alone_is_left_has_no_tail(tail: int) -> None:
     scene = Scene()
