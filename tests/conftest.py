@@ -69,6 +69,8 @@ class StoreProcess:
         """Returns once the store says that it is ready; raises RuntimeError with its log if it does not."""
         command = [*self.prefix, sys.executable, "-m", "kvsieve_store.cli.main", "serve"]
         command += ["--listen", self.endpoint, "--http", self.http, *self._memory_flags(), *self.flags]
+        if "--peer-allow" not in self.flags:
+            command += ["--peer-allow", "*"]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         deadline = time.monotonic() + timeout

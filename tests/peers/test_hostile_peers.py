@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 from kvsieve.v1 import peer_pb2 as pb
 from kvsieve.v1 import peer_pb2_grpc
 from kvsieve_store.addresses import TcpAddress, parse_address
+from kvsieve_store.errors import InvalidRequestError
 from kvsieve_store.peers.waits import MAX_WAITS_PER_PEER
 from kvsieve_store.transport.shm import boot_id
 from tests.conftest import StoreProcess, free_port
@@ -203,6 +205,48 @@ def test_keys_that_are_none_are_not_waited_for(pair: Pair, keys: bytes) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         source.peer.Offer(request, timeout=10)
     assert (caught.value.code().name, "keys" in caught.value.details()) == ("INVALID_ARGUMENT", True)
+
+
+def test_a_store_connects_only_to_stores_that_it_was_told_of(
+    start_store: Callable[..., StoreProcess], tmp_path: Path
+) -> None:
+    with ExitStack() as exits:
+        listeners = [exits.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        ports = [listener.getsockname()[1] for listener in listeners]
+        listeners.append(exits.enter_context(socket.socket(socket.AF_UNIX)))
+        listeners[-1].bind(str(tmp_path / "s.sock"))
+        for listener in listeners:
+            listener.listen()
+            listener.setblocking(False)
+        sources = [f"127.0.0.1:{ports[0]}", f"localhost:{ports[0]}", f"[::ffff:127.0.0.1]:{ports[0]}"]
+        sources += [f"127.1:{ports[0]}", f"unix://{tmp_path}/s.sock", f"unix:{tmp_path}/x/../s.sock"]
+        told = f"127.0.0.1:{ports[1]},unix://{tmp_path}/x/*"
+        for flags in (("--peer-allow", ""), ("--peer-allow", told)):
+            target = exits.enter_context(host(start_store, *flags))
+            for source in sources:
+                with pytest.raises(InvalidRequestError, match=r"source: .*peer_allow") as caught:
+                    target.pull(source, chain(2))
+                assert f"--peer-allow {source}" in str(caught.value)
+            target.settled()
+        for listener in listeners:
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+        call = target.start_pull(f"127.0.0.1:{ports[1]}", chain(2))
+        listeners[1].setblocking(True)
+        listeners[1].accept()[0].close()
+        call.cancel()
+        target.settled()
+
+
+def test_a_store_that_it_was_told_of_is_pulled_from(
+    start_store: Callable[..., StoreProcess], transport: str
+) -> None:
+    with host(start_store, "--peer-transports", transport) as source:
+        keys = source.save(5)
+        allow = ("--peer-allow", "10.0.0.0/8", "--peer-allow", f"unix://{source.store.dir}/*")
+        with host(start_store, "--peer-transports", transport, *allow) as target:
+            assert target.pull(source.store.endpoint, keys).present == 5
+            assert target.holds(keys) == 5
 
 
 def test_garbage_on_both_ports_disturbs_no_pull(pair: Pair) -> None:

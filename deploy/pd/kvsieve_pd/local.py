@@ -70,7 +70,8 @@ def _start(
     stores: dict[str, DemoStore] = {}
     peers = {role: f"127.0.0.1:{free_port()}" for role in ("prefill", "decode")}
     for role, address in peers.items():
-        flags = ("--listen", address, "--peer-listen", f"127.0.0.1:{free_port()}")
+        flags = ["--listen", address, "--peer-listen", f"127.0.0.1:{free_port()}"]
+        flags += ["--peer-allow", ",".join(peers.values())]
         stores[role] = DemoStore(folder, f"{role}-store", flags)
         running.callback(stores[role].child.close)
     with steps.step("start a store for prefill and one for decode"):
