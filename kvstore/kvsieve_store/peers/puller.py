@@ -18,6 +18,11 @@ from kvsieve_store.server.core import Core
 from kvsieve_store.state import Session
 
 MAX_PULLS = 256
+"""Under way at a time, with those that give a peer its blocks back."""
+
+MAX_PULLS_PER_SESSION = 96
+"""Of these. An engine has 64 hand-offs at a time; they can wait for minutes, and others have to go on."""
+
 MAX_SOURCE = 256
 MAX_TIMEOUT_MS = 600_000
 
@@ -31,7 +36,7 @@ class Puller:
         self._allowed = core.settings.peer_patterns
         self._common = Common(core, plane, links)
         self._running: dict[asyncio.Timeout, tuple[Session, Pull]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: dict[asyncio.Task[None], Session] = {}
 
     @property
     def pulls(self) -> int:
@@ -65,8 +70,7 @@ class Puller:
         UnavailableError (this store is not ready).
         """
         target = self._target(request.source, is_fetch)
-        if self.pulls + len(self._closing) >= MAX_PULLS:
-            raise CapacityError(f"pulls: {MAX_PULLS} are under way, the most; try again later")
+        self._check_room(session)
         inner = self._core.open_inner_session(session.pool.spec, f"peer (pull from {request.source})")
         pull = Pull(self._common, inner, target, keys, request, is_fetch)
         deadline = asyncio.timeout(request.timeout_ms / 1000)
@@ -84,8 +88,8 @@ class Puller:
             del self._running[deadline]
             # Behind the answer: nobody who waits for these blocks waits for the peer to have its own back.
             closing = asyncio.create_task(pull.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._closing[closing] = session
+            closing.add_done_callback(self._closing.__delitem__)
         return pull.plan, pull.error
 
     def coming(self, pool_id: bytes, key: bytes) -> asyncio.Event | None:
@@ -107,6 +111,16 @@ class Puller:
         """Returns once the peers have their blocks back, as far as they listen."""
         if self._closing:
             await asyncio.wait(self._closing)
+
+    def _check_room(self, session: Session) -> None:
+        """Raises CapacityError."""
+        owners = [owner for owner, _ in self._running.values()] + list(self._closing.values())
+        if owners.count(session) >= MAX_PULLS_PER_SESSION:
+            raise CapacityError(
+                f"pulls: {MAX_PULLS_PER_SESSION} of this session are under way, the most; try again later"
+            )
+        if len(owners) >= MAX_PULLS:
+            raise CapacityError(f"pulls: {MAX_PULLS} are under way, the most; try again later")
 
     def _target(self, source: str, is_fetch: bool) -> str:
         """What gRPC connects to. Raises InvalidRequestError."""
