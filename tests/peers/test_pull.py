@@ -7,16 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import grpc
 import pytest
 
 from kvsieve.v1 import admin_pb2, admin_pb2_grpc, peer_pb2_grpc
 from kvsieve.v1 import peer_pb2 as pb
-from kvsieve_store.client import StoreClient
-from kvsieve_store.errors import CapacityError, UnavailableError
-from kvsieve_store.peers.puller import MAX_PULLS, MAX_PULLS_PER_SESSION
+from kvsieve_store.errors import UnavailableError
 from kvsieve_store.transport.ucx.binding import why_missing
 from tests.conftest import StoreProcess
 from tests.peers.conftest import BLOCK, SPEC, WAIT, Host, host
@@ -253,34 +250,6 @@ class TestWaiting:
             pull.cancel()
         while source.metric("kvsieve_peer_waiting_offers"):
             time.sleep(0.01)
-        source.settled()
-        target.settled()
-
-    def test_one_client_leaves_room_for_the_pulls_of_another(self, pair: Pair) -> None:
-        source, target = pair
-        source.client.wait_attached(WAIT)
-        keys = source.save(3)
-        with StoreClient(target.store.endpoint, SPEC, engine_id="greedy", credit_target=0) as greedy:
-            greedy.wait_attached(WAIT)
-            waiting = [
-                greedy.pull_async(source.store.endpoint, chain(1, start=1000 + n), wait_seconds=WAIT)
-                for n in range(MAX_PULLS)
-            ]
-            refused = waiting[MAX_PULLS_PER_SESSION:]
-            for pull in refused:
-                assert isinstance(pull.exception(WAIT), CapacityError)
-                assert str(MAX_PULLS_PER_SESSION) in str(pull.exception())
-            assert target.pull(source.store.endpoint, keys).present == 3
-            assert target.metric("kvsieve_peer_pulls") == MAX_PULLS_PER_SESSION
-            waiting[0].cancel()  # gives its place back
-            while target.metric("kvsieve_peer_pulls") == MAX_PULLS_PER_SESSION:
-                time.sleep(0.01)
-            while True:
-                with suppress(CapacityError):  # it counts until the other store has heard of it
-                    assert greedy.pull(source.store.endpoint, keys).present == 3
-                    break
-                time.sleep(0.01)
-            assert not any(pull.done() for pull in waiting[1:MAX_PULLS_PER_SESSION])
         source.settled()
         target.settled()
 
