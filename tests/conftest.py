@@ -70,6 +70,8 @@ class StoreProcess:
     def start(self, timeout: float = 30.0) -> StoreProcess:
         """Returns once the store says that it is ready; raises RuntimeError with its log if it does not."""
         args = ["serve", "--listen", self.endpoint, "--http", self.http, *self._memory_flags(), *self.flags]
+        if "--peer-allow" not in self.flags:
+            args += ["--peer-allow", "*"]
         self.process = Forked(args, self.log, self.netns)
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and self.process.poll() is None:

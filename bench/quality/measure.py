@@ -193,11 +193,15 @@ def _goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
     return goals
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     from bench.output import save
 
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__)
     parser.add_argument("--short", action="store_true", help="fewer cases: some minutes")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     save(measure(SHORT if args.short else Sizes(), args.parts))
+
+
+if __name__ == "__main__":
+    main()

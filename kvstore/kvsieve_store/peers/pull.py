@@ -80,6 +80,8 @@ _PEER_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 2_500),
     ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 2_500),
+    # The former is for TCP; a peer that hangs, but whose kernel answers, is noticed by this one.
+    ("grpc.http2.ping_timeout_ms", 2_500),
 )
 
 NO_KEY = bytes(KEY_BYTES)
