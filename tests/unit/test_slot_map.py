@@ -109,11 +109,11 @@ OTHERS = {
     "tp_size: 2 .* 4 .* plane 'main' can't be split by heads: .*'x'": with_plane(
         spec_of(GQA, 4), heads=0, head_runs=0
     ),
-    "planes: main with 2 layers": with_plane(spec_of(GQA, 4), layer_bytes=(8192, 4096)),
-    "planes: main with 2": with_plane(spec_of(GQA, 4), heads=8),
-    "planes: main": with_plane(spec_of(GQA, 4), head_runs=2),
-    "planes: .* other with": with_plane(spec_of(GQA, 4), name="other"),
-    "planes: .*, indexer with": replace(
+    "planes: 'main' with 2 layers": with_plane(spec_of(GQA, 4), layer_bytes=(8192, 4096)),
+    "planes: 'main' with 2": with_plane(spec_of(GQA, 4), heads=8),
+    "planes: 'main'": with_plane(spec_of(GQA, 4), head_runs=2),
+    "planes: .* 'other' with": with_plane(spec_of(GQA, 4), name="other"),
+    "planes: .*, 'indexer' with": replace(
         spec_of(GQA, 4), planes=(*spec_of(GQA, 4).planes, Plane("indexer", (1,)))
     ),
 }

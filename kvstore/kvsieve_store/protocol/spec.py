@@ -185,7 +185,7 @@ class PoolSpec:
 def _sizes(planes: tuple[Plane, ...]) -> str:
     """Planes in short."""
     return ", ".join(
-        f"{p.name} with {len(p.layer_bytes)} layers, {sum(p.layer_bytes)} bytes, {p.shards} shards"
+        f"{p.name!r} with {len(p.layer_bytes)} layers, {sum(p.layer_bytes)} bytes, {p.shards} shards"
         for p in planes
     )
 
