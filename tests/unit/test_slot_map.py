@@ -127,6 +127,16 @@ def test_other_pools_are_refused_with_what_differs(why: str) -> None:
         SlotMap.between(other, mine)
 
 
+def test_equal_specs_with_other_heads_are_not_mixed_up() -> None:
+    """How a plane lies is not in the pool id, so that it is not compared either."""
+    for runs in (1, 2, 4):
+        models = [Model("main", 4, runs, (8192 // runs, 8192 // runs))]
+        one, other = spec_of(models, 2), spec_of(models, 4)
+        assert one == spec_of(GQA, 2)
+        came = cut(SlotMap.between(one, other), slot_of(models, 2), fill=0)
+        assert (came == slot_of(models, 4)).all()
+
+
 def test_runs_that_are_too_short_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads inside of tokens, say: a range of a few hundred bytes for each token of each layer."""
     monkeypatch.setattr(spec_module, "MIN_RUN_BYTES", 4096)

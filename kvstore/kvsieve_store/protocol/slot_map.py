@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -40,15 +41,9 @@ class SlotMap:
         """Raises InvalidRequestError, with the reason, when they are not of one family."""
         if why := target.why_not_family(source):
             raise InvalidRequestError(f"pool: {why}")
-        here, there = SlotLayout.of(source), SlotLayout.of(target)
-        if source == target:
-            return SlotMap.whole(here.slot_bytes)
-        parts = []
-        for at, (mine, theirs) in enumerate(zip(source.planes, target.planes, strict=True)):
-            offsets = [np.array(each.layer_offsets[at], np.int64) for each in (here, there)]
-            parts.append(_split(mine, theirs, *offsets) if mine.is_splittable else _same(mine, *offsets))
-        pieces = _merged(np.concatenate(parts)).astype(np.uint64)
-        return SlotMap(here.slot_bytes, there.slot_bytes, pieces[:, 0], pieces[:, 1], pieces[:, 2])
+        # Specs are equal whatever their heads are, so that these have to be in the cache's key.
+        cuts = tuple((p.heads, p.head_runs) if p.is_splittable else None for p in source.planes)
+        return _between(source, target, cuts)
 
     def ranges(self, first: int, count: int) -> tuple[U64Array, U64Array]:
         """What to read of `count` blocks from the `first` of an offer on: [count * n, 3] uint64 block, offset
@@ -64,6 +59,21 @@ class SlotMap:
         pieces = np.stack([self.target, self.target, self.length], axis=1).astype(np.int64)
         runs = _merged(pieces).astype(np.uint64)
         return runs[:, 1], runs[:, 2]
+
+
+@lru_cache(maxsize=16)
+def _between(source: PoolSpec, target: PoolSpec, cuts: tuple[tuple[int, int] | None, ...]) -> SlotMap:
+    """Of pools of one family. cuts: per plane its heads and head_runs, None where it is not split."""
+    here, there = SlotLayout.of(source), SlotLayout.of(target)
+    if source == target:
+        return SlotMap.whole(here.slot_bytes)
+    parts = []
+    for at, cut in enumerate(cuts):
+        mine, theirs = source.planes[at], target.planes[at]
+        offsets = [np.array(each.layer_offsets[at], np.int64) for each in (here, there)]
+        parts.append(_split(mine, theirs, *offsets) if cut else _same(mine, *offsets))
+    pieces = _merged(np.concatenate(parts)).astype(np.uint64)
+    return SlotMap(here.slot_bytes, there.slot_bytes, pieces[:, 0], pieces[:, 1], pieces[:, 2])
 
 
 def _same(plane: Plane, source: I64Array, target: I64Array) -> I64Array:
