@@ -72,8 +72,10 @@ def ranks(start: Start, tp: int, *flags: str, spec: PoolSpec | None = None) -> I
         it.close()
 
 
-@pytest.mark.parametrize("transport", ["shm", "ucx", "tcp"])
-@pytest.mark.parametrize(("source_tp", "target_tp"), [(2, 4), (4, 2), (1, 2), (8, 4), (2, 16)])
+@pytest.mark.parametrize(
+    ("transport", "source_tp", "target_tp"),
+    [("shm", 2, 4), ("ucx", 2, 4), *(("tcp", *sizes) for sizes in [(2, 4), (4, 2), (1, 2), (8, 4), (2, 16)])],
+)
 def test_each_rank_finds_its_heads(
     start_store: Start, transport: str, source_tp: int, target_tp: int
 ) -> None:
