@@ -10,11 +10,13 @@ from functools import partial
 
 from kvsieve.v1 import peer_pb2 as pb
 from kvsieve_store.errors import InvalidRequestError, NotFoundError, UnavailableError
+from kvsieve_store.peers.families import offered_pool
 from kvsieve_store.peers.holds import Holds
 from kvsieve_store.peers.plane import SHORT_BYTES, DataPlane
 from kvsieve_store.peers.threads import in_thread
 from kvsieve_store.peers.waits import SealWaits
 from kvsieve_store.protocol.limits import KEY_BYTES, MAX_LEASE_MS, MAX_MATCH_KEYS
+from kvsieve_store.protocol.slot_map import SlotMap
 from kvsieve_store.server.core import Core, InnerSession
 from kvsieve_store.state.arrays import as_keys
 from kvsieve_store.transport.memory import U64Array
@@ -60,9 +62,10 @@ class Offers:
         if request.wait_ms > MAX_WAIT_MS:
             raise InvalidRequestError(f"wait_ms: {request.wait_ms} given, 0 to {MAX_WAIT_MS} allowed")
         as_keys("keys", request.keys, 1, MAX_MATCH_KEYS)  # before it waits for one of them
-        spec = core.state.spec_of(request.pool_id)
-        if request.wait_ms and not core.state.has(request.pool_id, request.keys[:KEY_BYTES]):
-            await self._wait(request, peer)
+        spec, slot_map = offered_pool(core.state, request)
+        pool_id = spec.pool_id()
+        if request.wait_ms and not core.state.has(pool_id, request.keys[:KEY_BYTES]):
+            await self._wait(request, pool_id, peer)
         session = core.open_inner_session(spec, "peer (offer)")
         try:
             leased = core.now() + MAX_LEASE_MS / 1000
@@ -80,7 +83,7 @@ class Offers:
         offer = self._offers[token] = _Offer(session, leased, leased, offered)
         self.blocks += len(offsets)
         try:
-            digests = await self._digests(token, offsets, layout.slot_bytes) if request.digests else b""
+            digests = await self._digests(token, offsets, slot_map) if request.digests else b""
         except BaseException:
             self.withdraw(token)
             raise
@@ -91,23 +94,24 @@ class Offers:
             slot_bytes=layout.slot_bytes,
             description=plane.description.pack(),
             digests=digests,
+            pool=spec.to_proto() if pool_id != request.pool_id else None,
         )
 
-    async def _digests(self, token: bytes, offsets: U64Array, size: int) -> bytes:
-        plane = self._plane
-        if len(offsets) * size <= SHORT_BYTES:
-            return plane.digests(offsets, size)
+    async def _digests(self, token: bytes, offsets: U64Array, slot_map: SlotMap) -> bytes:
+        plane, at, lengths = self._plane, slot_map.source, slot_map.length
+        if len(offsets) * slot_map.target_bytes <= SHORT_BYTES:
+            return plane.digests(offsets, at, lengths)
         # Counts as reading: the blocks stay until the thread is done with them.
         export = plane.exports.begin(token)
         try:
-            return await in_thread(plane.hashers, partial(plane.digests, offsets, size))
+            return await in_thread(plane.hashers, partial(plane.digests, offsets, at, lengths))
         finally:
             plane.exports.end(export)
 
-    async def _wait(self, request: pb.OfferRequest, peer: str) -> None:
+    async def _wait(self, request: pb.OfferRequest, pool_id: bytes, peer: str) -> None:
         """Until the first key is sealed, or the time is over."""
         sealed = asyncio.Event()
-        wait = self.waits.begin(request.pool_id, request.keys[:KEY_BYTES], peer, sealed.set)
+        wait = self.waits.begin(pool_id, request.keys[:KEY_BYTES], peer, sealed.set)
         try:
             with suppress(TimeoutError):
                 await asyncio.wait_for(sealed.wait(), request.wait_ms / 1000)

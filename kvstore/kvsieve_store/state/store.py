@@ -160,6 +160,11 @@ class StoreState:
                 return pool.spec
         raise NotFoundError(f"pool_id: there is no pool {pool_id[:32].hex()!r}")
 
+    def spec_named(self, name: str) -> PoolSpec | None:
+        """The spec of the pool of this name, if there is one."""
+        pool = self._pools.get(name)
+        return pool.spec if pool is not None else None
+
     # Blocks
 
     def has(self, pool_id: bytes, key: bytes) -> bool:
@@ -168,12 +173,12 @@ class StoreState:
         return any(pool.pool_id == pool_id and len(pool.find_prefix(wanted)) for pool in self._pools.values())
 
     def walk(self) -> Iterator[tuple[bytes, bytes]]:
-        """Pool id and keys of all sealed blocks, an extent a time: those that are there when it is its turn.
-        The state may change between two extents; a block that is sealed meanwhile may be left out."""
+        """Family id and keys of all sealed blocks, an extent a time: those that are there when it is its
+        turn. The state may change between two extents; a block that is sealed meanwhile may be left out."""
         for pool in list(self._pools.values()):
             for extent in list(pool.extents):
                 if len(keys := pool.sealed_keys(extent)):
-                    yield pool.pool_id, keys.tobytes()
+                    yield pool.family_id, keys.tobytes()
 
     def match(self, session_id: bytes, keys: bytes, lease_ms: int, now: float) -> Match:
         """Longest sealed prefix of `keys`, leased for `lease_ms` milliseconds (0: not leased).

@@ -22,35 +22,36 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kvsieve.v1 import store_pb2 as kvsieve_dot_v1_dot_store__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvsieve/v1/peer.proto\x12\nkvsieve.v1\"a\n\x0cOfferRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\x0f\n\x07\x64igests\x18\x04 \x01(\x08\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\"h\n\rOfferResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x05 \x01(\x0c\"/\n\x0cRenewRequest\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\x0f\n\rRenewResponse\"/\n\x0fWithdrawRequest\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\r\n\x05taken\x18\x02 \x01(\r\"\x12\n\x10WithdrawResponse\"t\n\x0bPullRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x0e\n\x06parent\x18\x04 \x01(\x0c\x12\x12\n\ntimeout_ms\x18\x05 \x01(\r\x12\x0f\n\x07wait_ms\x18\x06 \x01(\r\"P\n\x0cPullResponse\x12\x0f\n\x07present\x18\x01 \x01(\r\x12\x0e\n\x06pulled\x18\x02 \x01(\r\x12\x0f\n\x07\x64\x61maged\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\"@\n\x0bHoldRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x0f\n\x07hold_ms\x18\x03 \x01(\r\"\x1c\n\x0cHoldResponse\x12\x0c\n\x04held\x18\x01 \x01(\r2\xbf\x02\n\x04Peer\x12<\n\x05Offer\x12\x18.kvsieve.v1.OfferRequest\x1a\x19.kvsieve.v1.OfferResponse\x12<\n\x05Renew\x12\x18.kvsieve.v1.RenewRequest\x1a\x19.kvsieve.v1.RenewResponse\x12\x45\n\x08Withdraw\x12\x1b.kvsieve.v1.WithdrawRequest\x1a\x1c.kvsieve.v1.WithdrawResponse\x12\x39\n\x04Pull\x12\x17.kvsieve.v1.PullRequest\x1a\x18.kvsieve.v1.PullResponse\x12\x39\n\x04Hold\x12\x17.kvsieve.v1.HoldRequest\x1a\x18.kvsieve.v1.HoldResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvsieve/v1/peer.proto\x12\nkvsieve.v1\x1a\x16kvsieve/v1/store.proto\"\x85\x01\n\x0cOfferRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\x0f\n\x07\x64igests\x18\x04 \x01(\x08\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\x12\"\n\x04pool\x18\x06 \x01(\x0b\x32\x14.kvsieve.v1.PoolSpec\"\x8c\x01\n\rOfferResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x05 \x01(\x0c\x12\"\n\x04pool\x18\x06 \x01(\x0b\x32\x14.kvsieve.v1.PoolSpec\"/\n\x0cRenewRequest\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\x0f\n\rRenewResponse\"/\n\x0fWithdrawRequest\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\r\n\x05taken\x18\x02 \x01(\r\"\x12\n\x10WithdrawResponse\"t\n\x0bPullRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x0e\n\x06parent\x18\x04 \x01(\x0c\x12\x12\n\ntimeout_ms\x18\x05 \x01(\r\x12\x0f\n\x07wait_ms\x18\x06 \x01(\r\"P\n\x0cPullResponse\x12\x0f\n\x07present\x18\x01 \x01(\r\x12\x0e\n\x06pulled\x18\x02 \x01(\r\x12\x0f\n\x07\x64\x61maged\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\"@\n\x0bHoldRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x0f\n\x07hold_ms\x18\x03 \x01(\r\"\x1c\n\x0cHoldResponse\x12\x0c\n\x04held\x18\x01 \x01(\r2\xbf\x02\n\x04Peer\x12<\n\x05Offer\x12\x18.kvsieve.v1.OfferRequest\x1a\x19.kvsieve.v1.OfferResponse\x12<\n\x05Renew\x12\x18.kvsieve.v1.RenewRequest\x1a\x19.kvsieve.v1.RenewResponse\x12\x45\n\x08Withdraw\x12\x1b.kvsieve.v1.WithdrawRequest\x1a\x1c.kvsieve.v1.WithdrawResponse\x12\x39\n\x04Pull\x12\x17.kvsieve.v1.PullRequest\x1a\x18.kvsieve.v1.PullResponse\x12\x39\n\x04Hold\x12\x17.kvsieve.v1.HoldRequest\x1a\x18.kvsieve.v1.HoldResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvsieve.v1.peer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OFFERREQUEST']._serialized_start=37
-  _globals['_OFFERREQUEST']._serialized_end=134
-  _globals['_OFFERRESPONSE']._serialized_start=136
-  _globals['_OFFERRESPONSE']._serialized_end=240
-  _globals['_RENEWREQUEST']._serialized_start=242
-  _globals['_RENEWREQUEST']._serialized_end=289
-  _globals['_RENEWRESPONSE']._serialized_start=291
-  _globals['_RENEWRESPONSE']._serialized_end=306
-  _globals['_WITHDRAWREQUEST']._serialized_start=308
-  _globals['_WITHDRAWREQUEST']._serialized_end=355
-  _globals['_WITHDRAWRESPONSE']._serialized_start=357
-  _globals['_WITHDRAWRESPONSE']._serialized_end=375
-  _globals['_PULLREQUEST']._serialized_start=377
-  _globals['_PULLREQUEST']._serialized_end=493
-  _globals['_PULLRESPONSE']._serialized_start=495
-  _globals['_PULLRESPONSE']._serialized_end=575
-  _globals['_HOLDREQUEST']._serialized_start=577
-  _globals['_HOLDREQUEST']._serialized_end=641
-  _globals['_HOLDRESPONSE']._serialized_start=643
-  _globals['_HOLDRESPONSE']._serialized_end=671
-  _globals['_PEER']._serialized_start=674
-  _globals['_PEER']._serialized_end=993
+  _globals['_OFFERREQUEST']._serialized_start=62
+  _globals['_OFFERREQUEST']._serialized_end=195
+  _globals['_OFFERRESPONSE']._serialized_start=198
+  _globals['_OFFERRESPONSE']._serialized_end=338
+  _globals['_RENEWREQUEST']._serialized_start=340
+  _globals['_RENEWREQUEST']._serialized_end=387
+  _globals['_RENEWRESPONSE']._serialized_start=389
+  _globals['_RENEWRESPONSE']._serialized_end=404
+  _globals['_WITHDRAWREQUEST']._serialized_start=406
+  _globals['_WITHDRAWREQUEST']._serialized_end=453
+  _globals['_WITHDRAWRESPONSE']._serialized_start=455
+  _globals['_WITHDRAWRESPONSE']._serialized_end=473
+  _globals['_PULLREQUEST']._serialized_start=475
+  _globals['_PULLREQUEST']._serialized_end=591
+  _globals['_PULLRESPONSE']._serialized_start=593
+  _globals['_PULLRESPONSE']._serialized_end=673
+  _globals['_HOLDREQUEST']._serialized_start=675
+  _globals['_HOLDREQUEST']._serialized_end=739
+  _globals['_HOLDRESPONSE']._serialized_start=741
+  _globals['_HOLDRESPONSE']._serialized_end=769
+  _globals['_PEER']._serialized_start=772
+  _globals['_PEER']._serialized_end=1091
 # @@protoc_insertion_point(module_scope)

@@ -1,36 +1,42 @@
+from kvsieve.v1 import store_pb2 as _store_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class OfferRequest(_message.Message):
-    __slots__ = ("pool_id", "keys", "lease_ms", "digests", "wait_ms")
+    __slots__ = ("pool_id", "keys", "lease_ms", "digests", "wait_ms", "pool")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     pool_id: bytes
     keys: bytes
     lease_ms: int
     digests: bool
     wait_ms: int
-    def __init__(self, pool_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., digests: bool = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    pool: _store_pb2.PoolSpec
+    def __init__(self, pool_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., digests: bool = ..., wait_ms: _Optional[int] = ..., pool: _Optional[_Union[_store_pb2.PoolSpec, _Mapping]] = ...) -> None: ...
 
 class OfferResponse(_message.Message):
-    __slots__ = ("blocks", "token", "slot_bytes", "description", "digests")
+    __slots__ = ("blocks", "token", "slot_bytes", "description", "digests", "pool")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     token: bytes
     slot_bytes: int
     description: bytes
     digests: bytes
-    def __init__(self, blocks: _Optional[int] = ..., token: _Optional[bytes] = ..., slot_bytes: _Optional[int] = ..., description: _Optional[bytes] = ..., digests: _Optional[bytes] = ...) -> None: ...
+    pool: _store_pb2.PoolSpec
+    def __init__(self, blocks: _Optional[int] = ..., token: _Optional[bytes] = ..., slot_bytes: _Optional[int] = ..., description: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., pool: _Optional[_Union[_store_pb2.PoolSpec, _Mapping]] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("token", "lease_ms")
