@@ -178,7 +178,7 @@ class StoreModel(RuleBasedStateMachine):
     def settle(self, evictions: bool = False) -> None:
         """Takes over which blocks and extents went; without `evictions` none may have."""
         for name in [name for name in self.blocks if name not in self.state._pools]:
-            assert not self.blocks[name]
+            assert evictions or not self.blocks[name]
             assert all(session.pool != name for session in self.sessions.values())
             del self.blocks[name], self.extents[name]
         for name, blocks in self.blocks.items():

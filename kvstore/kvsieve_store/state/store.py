@@ -295,10 +295,9 @@ class StoreState:
             pool.unlease(lease.slots)
             pool.counters.expired_leases += 1
         for pool in list(self._pools.values()):
+            self._keep_free(pool)
             if pool.idle:
                 self._remove_pool(pool)
-            else:
-                self._keep_free(pool)
         limit = now - self._settings.session_timeout
         return [session.session_id for session in self._sessions.attached() if session.last_seen < limit]
 
