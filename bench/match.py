@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from bench.arguments import no_arguments
 from bench.output import save
 from kvsieve_store.bench import matching
 from kvsieve_store.bench.store import TemporaryStore
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    no_arguments("bench.match", __doc__, arguments)
     with TemporaryStore("--pool-size", "512MiB") as store:
         save(matching.measure(store.endpoint))
 

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import no_arguments
 from bench.output import save
 from kvsieve_connector.demo.model import cache_dir, ensure_smollm2
 from kvsieve_store.bench.report import Goal, Report
@@ -190,7 +191,8 @@ def _model(name: str) -> Path:
     return Path(made.stdout.strip().splitlines()[-1])
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    no_arguments("bench.overhead", __doc__, arguments)
     save(measure())
 
 

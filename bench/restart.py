@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from bench.arguments import no_arguments
 from bench.output import save
 from kvsieve_connector.demo import scenario
 from kvsieve_connector.demo.document import QUESTION
@@ -52,7 +54,8 @@ def _run(tokens: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    no_arguments("bench.restart", __doc__, arguments)
     save(measure())
 
 

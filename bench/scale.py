@@ -12,11 +12,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
+from bench.arguments import no_arguments
 from bench.output import save
 from kvsieve_store.bench.report import Report
 
@@ -77,7 +79,8 @@ class Store:
         return True
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    no_arguments("bench.scale", __doc__, arguments)
     save(simulate(Assumptions()))
 
 

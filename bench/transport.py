@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
+from bench.arguments import no_arguments
 from bench.output import save
 from kvsieve_store.bench import nixl, transporting
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    no_arguments("bench.transport", __doc__, arguments)
     save(transporting.measure(nixl_python=os.environ.get(nixl.PYTHON, "")))
 
 

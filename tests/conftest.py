@@ -12,11 +12,13 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
+
+from tests.forked import Forked
 
 ROOT = Path(__file__).parent.parent
 MODEL_CACHE = Path(os.environ.get("KVSIEVE_TEST_MODELS") or ROOT / ".cache" / "models")
@@ -46,8 +48,8 @@ class StoreProcess:
     kill() is `kill -9`; start() after it is a store that comes back on the same socket.
     """
 
-    def __init__(self, *flags: str, http: str | None = None, prefix: Sequence[str] = ()) -> None:
-        """http: address of its HTTP port. prefix: goes before its command, to run it elsewhere."""
+    def __init__(self, *flags: str, http: str | None = None, netns: str = "") -> None:
+        """http: address of its HTTP port. netns: path of a network namespace to run in."""
         self.dir = Path(tempfile.mkdtemp(prefix="kvsieve-"))
         self.socket = self.dir / "s.sock"
         # Of its own, so that a killed store's arena goes too. Containers often have 64 MiB of /dev/shm.
@@ -55,10 +57,10 @@ class StoreProcess:
         self.shm = Path(tempfile.mkdtemp(prefix="kvsieve-test-", dir="/dev/shm" if roomy else self.dir))
         self.endpoint = f"unix://{self.socket}"
         self.http = http or f"127.0.0.1:{free_port()}"
-        self.prefix = prefix
+        self.netns = netns
         self.log = self.dir / "store.log"
         self.flags = flags
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Forked | None = None
 
     @property
     def pid(self) -> int:
@@ -67,10 +69,10 @@ class StoreProcess:
 
     def start(self, timeout: float = 30.0) -> StoreProcess:
         """Returns once the store says that it is ready; raises RuntimeError with its log if it does not."""
-        command = [*self.prefix, sys.executable, "-m", "kvsieve_store.cli.main", "serve"]
-        command += ["--listen", self.endpoint, "--http", self.http, *self._memory_flags(), *self.flags]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        args = ["serve", "--listen", self.endpoint, "--http", self.http, *self._memory_flags(), *self.flags]
+        if "--peer-allow" not in self.flags:
+            args += ["--peer-allow", "*"]
+        self.process = Forked(args, self.log, self.netns)
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and self.process.poll() is None:
             if self.ready():

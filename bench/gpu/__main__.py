@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
+from collections.abc import Sequence
 
 NAMES = {
     "swap_in": "rows of a layer into the hot buffer, against HiSparse's ops, per layer in a CUDA graph",
@@ -15,21 +17,24 @@ NAMES = {
 }
 
 
-def main(arguments: list[str]) -> int:
-    name, *rest = arguments or ["--help"]
-    if name in ("-h", "--help"):
-        print(__doc__)
-        for known, text in NAMES.items():
-            print(f"  {known:10} {text}")
-        print("  all        one after another\n\nNAME --help lists the arguments of one.")
-        return 0
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu",
+        usage="%(prog)s [-h] NAME|all [ARGUMENTS]",
+        description="Benchmarks on a CUDA device, or all, one after another. NAME --help: arguments of one.",
+        epilog="\n".join(f"  {name:10} {text}" for name, text in NAMES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", default="", metavar="NAME", help=argparse.SUPPRESS)
+    given = sys.argv[1:] if arguments is None else arguments
+    name, rest = parser.parse_args(given[:1]).name, given[1:]
     if name != "all" and name not in NAMES:
-        print(f"no benchmark {name}; there are {', '.join(NAMES)} and all", file=sys.stderr)
-        return 2
+        parser.error(f"no benchmark {name or 'named'}; there are {', '.join(NAMES)} and all")
+    if name == "all" and rest:
+        parser.error(f"all takes no arguments, {rest[0]} given")
     for each in NAMES if name == "all" else [name]:
-        importlib.import_module(f"bench.gpu.{each}").main(rest if name != "all" else [])
-    return 0
+        importlib.import_module(f"bench.gpu.{each}").main(rest)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

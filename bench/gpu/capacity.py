@@ -197,11 +197,15 @@ def _fill(config: Any, manager: Any, tokens: int, residency: Any) -> int:
     return held
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="bench.gpu capacity", description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu capacity", description=__doc__)
     parser.add_argument("--tokens", type=int, default=65_536, help="of a request")
     parser.add_argument("--gib", type=float, default=20.0, help="GPU memory for the cache")
     args = parser.parse_args(arguments)
     if importlib.util.find_spec("vllm.v1.core.kv_cache_planning") is None:
         raise SystemExit("bench.gpu capacity needs vLLM 0.33, with or without a device")
     tell(measure(tokens=args.tokens, cache_gib=args.gib))
+
+
+if __name__ == "__main__":
+    main()

@@ -94,8 +94,12 @@ def _products(beside: Any, device: torch.device) -> float:
     return statistics.median(times[1:])
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="bench.gpu copies", description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu copies", description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="bytes, multiples of 16")
     args = parser.parse_args(arguments)
     tell(measure(args.sizes))
+
+
+if __name__ == "__main__":
+    main()

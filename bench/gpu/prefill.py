@@ -97,8 +97,8 @@ def _goals(rows: list[dict[str, Any]]) -> list[Goal]:
     return goals
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="bench.gpu prefill", description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu prefill", description=__doc__)
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=32_768, help="tokens of a prompt")
     parser.add_argument("--layers", type=int, default=16)
@@ -112,3 +112,7 @@ def main(arguments: Sequence[str]) -> None:
             repetitions=args.repetitions,
         )
     )
+
+
+if __name__ == "__main__":
+    main()

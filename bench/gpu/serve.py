@@ -196,8 +196,8 @@ _COLUMNS = [
 ]
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="bench.gpu serve", description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu serve", description=__doc__)
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=[*ENGINES, LARGE, SHARDED])
     parser.add_argument("--crowds", nargs="*", type=int, default=[8, 12], help="requests past the GPU's room")
     parser.add_argument("--prompt", type=int, default=32_768, help="tokens of a prompt")
@@ -218,3 +218,7 @@ def main(arguments: Sequence[str]) -> None:
         ),
         _COLUMNS,
     )
+
+
+if __name__ == "__main__":
+    main()

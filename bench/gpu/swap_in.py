@@ -334,8 +334,8 @@ def _goals(rows: list[dict[str, Any]]) -> list[Goal]:
     return goals
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="bench.gpu swap_in", description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu swap_in", description=__doc__)
     parser.add_argument("--row-bytes", type=int, default=656, help="656: fp8_ds_mla, 1152: bfloat16")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--misses", type=int, nargs="+", default=[0, 274, 614])
@@ -343,3 +343,7 @@ def main(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
     cases = [(batch, misses) for batch in args.batches for misses in args.misses]
     tell(measure(cases, row_bytes=args.row_bytes, hisparse=not args.no_hisparse))
+
+
+if __name__ == "__main__":
+    main()

@@ -154,9 +154,9 @@ def _reach(devices: Sequence[torch.device]) -> None:
                 cupy.cuda.runtime.deviceEnablePeerAccess(other.index)  # fails where it is already
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """On a host with one GPU it says so, and does nothing."""
-    parser = argparse.ArgumentParser(prog="bench.gpu swap_in_tp", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu swap_in_tp", description=__doc__)
     parser.add_argument("--row-bytes", type=int, default=656, help="656: fp8_ds_mla, 1152: bfloat16")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--misses", type=int, nargs="+", default=[0, 274, 614])
@@ -166,3 +166,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     cases = [(batch, misses) for batch in args.batches for misses in args.misses]
     tell(measure(cases, row_bytes=args.row_bytes))
+
+
+if __name__ == "__main__":
+    main()

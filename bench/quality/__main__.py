@@ -2,4 +2,5 @@
 
 from bench.quality.measure import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -61,10 +61,12 @@ def measure(sizes: Sizes, parts: Sequence[str] = PARTS) -> Report:
                 rows += perplexity(model, name, ids, sizes.decoded, _variants(sizes.budgets))
         if "needles" in parts:
             for length in sizes.lengths:
-                asked = list(cases(encode, length, sizes.depths, sizes.documents))
-                rows += needles(model, asked, _variants(sizes.budgets))
+                asked = list(cases(encode, "filler", length, sizes.depths, sizes.documents))
+                rows += needles(model, "filler", asked, _variants(sizes.budgets))
+            asked = list(cases(encode, "prose", sizes.lengths[0], sizes.depths, sizes.documents))
+            rows += needles(model, "prose", asked, _variants(sizes.budgets))
         if "engine" in parts:
-            asked = list(cases(encode, 3_072, 2, 1))
+            asked = list(cases(encode, "filler", 3_072, 2, 1))
             rows += engine_needles(path, tokenizer.decode, model, asked, Picks(DEFAULT, 384))
     parameters = {**vars(sizes), "block_tokens": BLOCK_TOKENS, "first": FIRST, "newest": NEWEST}
     return Report("quality", parameters, rows, _goals(rows))
@@ -127,7 +129,9 @@ def perplexity(
     return rows
 
 
-def needles(model: Reference, asked: Sequence[Case], variants: Sequence[Picks]) -> list[dict[str, Any]]:
+def needles(
+    model: Reference, form: str, asked: Sequence[Case], variants: Sequence[Picks]
+) -> list[dict[str, Any]]:
     """Pass keys said right, all digits, after an answer that is begun in decode; dense first."""
     before: list[int] = []
     hits: dict[Picks | None, list[bool]] = {picks: [] for picks in (None, *variants)}
@@ -144,6 +148,7 @@ def needles(model: Reference, asked: Sequence[Case], variants: Sequence[Picks]) 
     return [
         {
             "part": "needles",
+            "text": form,
             "tokens": asked[0].tokens,
             **_row(picks),
             "cases": len(found),
@@ -181,18 +186,22 @@ def _goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
                 for other in rows
                 if other["part"] == "needles"
                 and other["selector"] == "dense"
-                and other["tokens"] == row["tokens"]
+                and all(other[name] == row[name] for name in ("text", "tokens"))
             )
-            what = f"pass keys at {row['tokens']:,} tokens, {row['cases']} cases, below dense"
+            what = f"pass keys in {row['text']} of {row['tokens']:,} tokens, {row['cases']} cases, to dense"
             goals.append(Goal(what, round(100 * (row["accuracy"] - dense), 1), -2.0, "points"))
     return goals
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     from bench.output import save
 
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__)
     parser.add_argument("--short", action="store_true", help="fewer cases: some minutes")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     save(measure(SHORT if args.short else Sizes(), args.parts))
+
+
+if __name__ == "__main__":
+    main()

@@ -5,19 +5,56 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import cycle
 
 from bench.traces.record import TEXTS, text
 
 Encode = Callable[[str], list[int]]
 
-_HEAD = (
-    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-    "<|im_start|>user\n"
-)
-_NEEDLE = "The special magic number is {key}. Remember: the special magic number is {key}.\n\n"
-_QUESTION = "What is the special magic number?<|im_end|>\n<|im_start|>assistant\n"
-_ANSWER = "The special magic number is"
-"""Begins the answer, in the needle's own words; what follows is the key."""
+
+@dataclass(frozen=True)
+class Form:
+    """How a key is hidden and asked for. answer: begins the answer; what follows it is the key."""
+
+    head: str
+    needle: str
+    question: str
+    answer: str
+    paragraphs: Callable[[], list[str]]
+
+
+def _filler() -> list[str]:
+    return ["The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "]
+
+
+def _prose() -> list[str]:
+    """Paragraphs of Python's documentation without digits or code, in which keys would drown."""
+    from pydoc_data.topics import topics
+
+    parts = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
+    wanted = [p for p in parts if p.strip() and p[0] != " " and not any(c.isdigit() for c in p)]
+    return [part + "\n\n" for part in wanted]
+
+
+FORMS = {
+    "filler": Form(
+        head="There is an important pass key hidden in the text below. Remember it.\n",
+        needle="The pass key is {key}. Remember it, {key} is the pass key. ",
+        question="\nWhat is the pass key?",
+        answer=" The pass key is",
+        paragraphs=_filler,
+    ),
+    "prose": Form(
+        head="<|im_start|>system\n"
+        "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n<|im_start|>user\n",
+        needle="The special magic number is {key}. Remember: the special magic number is {key}.\n\n",
+        question="What is the special magic number?<|im_end|>\n<|im_start|>assistant\n",
+        answer="The special magic number is",
+        paragraphs=_prose,
+    ),
+}
+"""filler: a few sentences again and again, in which a small model finds a key at any length. prose: text that
+draws attention to itself, in which it misses keys with dense attention, too."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +74,22 @@ class Case:
         return self.document + self.question
 
 
-def cases(encode: Encode, tokens: int, depths: int, documents: int) -> Iterator[Case]:
-    """`depths` x `documents` prompts of about `tokens` tokens, a new key in each. Deep ones first: the next
-    case of a document begins as the one before, up to its key."""
-    paragraphs = [encode(part + "\n\n") for part in _prose()]
+def cases(encode: Encode, form: str, tokens: int, depths: int, documents: int) -> Iterator[Case]:
+    """`depths` x `documents` prompts of about `tokens` tokens, a new key in each, in one of FORMS. Deep ones
+    first: the next case of a document begins as the one before, up to its key."""
+    how = FORMS[form]
+    paragraphs = [encode(part) for part in how.paragraphs()]
+    head, question, answer = encode(how.head), encode(how.question), encode(how.answer)
     for number in range(documents):
         rng = random.Random(number)
         at = rng.randrange(len(paragraphs))
-        head, question, answer = encode(_HEAD), encode(_QUESTION), encode(_ANSWER)
         for step in reversed(range(depths)):
             depth = step / max(1, depths - 1)
             key = "".join(rng.choices("123456789", k=5))
-            needle = encode(_NEEDLE.format(key=key))
+            needle = encode(how.needle.format(key=key))
             room = tokens - len(head) - len(needle) - len(question)
             before, after, taken = [], [], 0
-            for paragraph in paragraphs[at:] + paragraphs[:at]:
+            for paragraph in cycle(paragraphs[at:] + paragraphs[:at]):
                 if taken + len(paragraph) > room:
                     break
                 (before if taken < depth * room else after).extend(paragraph)
@@ -60,17 +98,9 @@ def cases(encode: Encode, tokens: int, depths: int, documents: int) -> Iterator[
             yield Case(tokens, depth, document, question, answer, encode(" " + key))
 
 
-def _prose() -> list[str]:
-    """Paragraphs of Python's documentation without digits or code, in which keys would drown."""
-    from pydoc_data.topics import topics
-
-    found = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
-    return [part for part in found if part.strip() and part[0] != " " and not any(c.isdigit() for c in part)]
-
-
 def stretch(encode: Encode, name: str, tokens: int) -> list[int]:
     """The first `tokens` tokens of the text of that name, one of TEXTS."""
     return encode(text(name))[:tokens]
 
 
-__all__ = ["TEXTS", "Case", "cases", "stretch"]
+__all__ = ["FORMS", "TEXTS", "Case", "Form", "cases", "stretch"]

@@ -2,4 +2,5 @@
 
 from bench.traces.measure import main
 
-main()
+if __name__ == "__main__":
+    main()

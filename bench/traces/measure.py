@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from bench.arguments import no_arguments
 from bench.traces.capacity import requests_held
 from bench.traces.hot_buffer import REPLACEMENTS, HotBuffer
 from bench.traces.simulate import Run, simulate
@@ -127,8 +128,13 @@ def _waits(
     return {**found, **long, "first_step_wait_us": waits(1, slice(0, 1))}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    no_arguments("bench.traces", __doc__, arguments)
     from bench.output import save
     from bench.traces import record
 
     save(measure([*record.traces(), *map(synthetic, RECIPES)]))
+
+
+if __name__ == "__main__":
+    main()

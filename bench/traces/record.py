@@ -6,13 +6,14 @@ DSA's indexer is trained to predict (DeepSeek-V3.2: KL divergence from the heads
 
 from __future__ import annotations
 
-import argparse
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.arguments import no_arguments
 from bench.traces.trace import Trace
 from kvsieve_connector.demo.model import build_once, cache_dir, ensure_smollm2
 
@@ -93,8 +94,8 @@ def _record(folder: Path) -> None:
         np.savez_compressed(folder / f"{name}.npz", topk=stacked, start=TOKENS - STEPS)
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    no_arguments("bench.traces.record", __doc__, arguments)
     for trace in traces():
         steps, layers = trace.step_overlap(), trace.layer_overlap()
         print(

@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kvsieve_connector.heads import cuts
 from kvsieve_store.protocol.spec import Plane, PoolSpec
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class LayerGeometry:
 
     group: index of the KV group, whose block ids name this layer's pages.
     page_bytes: bytes of one page; pages: pages in one block of the store.
+    heads, head_runs: KV heads of the layer over all ranks, and how often this rank's follow one another in a
+    page; 0 where a page can't be cut between them (heads.py).
     """
 
     name: str
@@ -51,6 +54,8 @@ class LayerGeometry:
     page_bytes: int
     pages: int
     replicated: bool
+    heads: int = 0
+    head_runs: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -72,7 +77,9 @@ class WorkerGeometry:
             layers = [layer for layer in self.layers if layer.plane == name]
             if layers:
                 shards = 1 if all(layer.replicated for layer in layers) else tp_size
-                result.append(Plane(name, tuple(layer.block_bytes for layer in layers), shards))
+                found = {(layer.heads, layer.head_runs * layer.pages) for layer in layers}
+                heads = found.pop() if len(found) == 1 else (0, 0)
+                result.append(Plane(name, tuple(layer.block_bytes for layer in layers), shards, *heads))
         return tuple(result)
 
 
@@ -137,6 +144,7 @@ def worker_geometry(
         for name, spec in layer_specs(group):
             if name not in strides:
                 continue
+            heads, head_runs = cuts(vllm_config, kv_cache_config, spec, kv_caches[name])
             layers.append(
                 LayerGeometry(
                     name=name,
@@ -145,6 +153,8 @@ def worker_geometry(
                     page_bytes=spec.page_size_bytes,
                     pages=block_tokens // group.kv_cache_spec.block_size,
                     replicated=isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec),
+                    heads=heads,
+                    head_runs=head_runs,
                 )
             )
             views[name] = _page_view(

@@ -48,12 +48,11 @@ def is_departure(request: Request) -> bool:
 class Source:
     """Where a request's prompt is, or is being computed.
 
-    store: control address of the store. pool: hex of the pool id, empty when it was not said. wait_ms: as
+    store: control address of the store, which finds the pool, or says what differs. wait_ms: as
     `kvsieve_wait_ms`; None when it was not given.
     """
 
     store: str
-    pool: str = ""
     wait_ms: int | None = None
 
     @staticmethod
@@ -63,16 +62,16 @@ class Source:
         store = given.get("kvsieve_store")
         if not given.get("do_remote_prefill") or store is None:
             return None
-        pool, wait_ms = given.get("kvsieve_pool") or "", given.get("kvsieve_wait_ms")
+        wait_ms = given.get("kvsieve_wait_ms")
         is_number = isinstance(wait_ms, int) and not isinstance(wait_ms, bool) and wait_ms >= 0
-        if not (isinstance(store, str) and isinstance(pool, str) and (wait_ms is None or is_number)):
+        if not (isinstance(store, str) and (wait_ms is None or is_number)):
             logger.warning(
-                "kvsieve: request %s: kv_transfer_params: kvsieve_store and kvsieve_pool must be texts and "
-                "kvsieve_wait_ms a number of milliseconds; the prompt is computed here",
+                "kvsieve: request %s: kv_transfer_params: kvsieve_store must be a text and kvsieve_wait_ms a "
+                "number of milliseconds; the prompt is computed here",
                 request.request_id,
             )
             return None
-        return Source(store, pool, wait_ms)
+        return Source(store, wait_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +126,6 @@ class Arrivals:
         self._stats.add(handoffs_in=1)
         if attachment is None:
             self._failed(req_id, source, "this engine has no store")
-        elif source.pool and source.pool != attachment.pool_id.hex():
-            self._failed(
-                req_id,
-                source,
-                f"its pool is {source.pool[:12]}, here it is {attachment.pool_id.hex()[:12]}: model, dtype, "
-                "block size, hash seed, cache layout and tensor parallel size must be the same on both sides",
-            )
         elif parts:
             self._arrivals[req_id] = _Arrival(source, deque(parts), attachment.slot_bytes, self._clock())
 

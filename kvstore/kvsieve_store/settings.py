@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from kvsieve_store.address_patterns import AddressPattern
 from kvsieve_store.addresses import TcpAddress, UnixAddress, default_socket, parse_address
 from kvsieve_store.errors import SettingsError
 from kvsieve_store.protocol.layout import SLOT_ALIGN
@@ -51,6 +52,13 @@ def _size(value: object) -> object:
 
 def _listen(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _patterns(value: object) -> object:
+    """Each item of a list may itself have commas."""
+    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        value = ",".join(value)
+    return _listen(value)
 
 
 def _quotas(value: object) -> object:
@@ -106,6 +114,12 @@ class StoreSettings(BaseModel):
         "",
         description="Control address that other stores are told for this one, host:port; empty: the first of "
         "listen that is TCP, else the first.",
+    )
+    peer_allow: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = Field(
+        (),
+        description="Stores that a request may name to pull from: host:port, IP addresses, networks, names, "
+        "unix:///path, or * for every one; empty: none.",
+        json_schema_extra={"metavar": "PATTERN"},
     )
     peer_transports: str = Field(
         "shm,ucx,tcp",
@@ -195,6 +209,7 @@ class StoreSettings(BaseModel):
             raise ValueError(
                 f"peer_transports: {self.peer_transports!r} given, some of {','.join(TRANSPORTS)} required"
             )
+        _ = self.peer_patterns
         peer = self.peer_address
         if peer is not None and not peer.is_loopback and not self.allow_insecure_tcp:
             raise ValueError(
@@ -228,6 +243,14 @@ class StoreSettings(BaseModel):
     def transports(self) -> tuple[str, ...]:
         """`peer_transports`, parsed."""
         return tuple(name.strip() for name in self.peer_transports.split(",") if name.strip())
+
+    @property
+    def peer_patterns(self) -> tuple[AddressPattern, ...]:
+        """`peer_allow`, parsed."""
+        try:
+            return tuple(AddressPattern.parse(text) for text in self.peer_allow)
+        except ValueError as error:
+            raise ValueError(f"peer_allow: {error}") from None
 
     @property
     def peer_address(self) -> TcpAddress | None:

@@ -15,6 +15,7 @@ import pytest
 from kvsieve.v1 import peer_pb2 as pb
 from kvsieve_store.client import AdminClient, Fetch, Match
 from kvsieve_store.directory.table import block_name, store_name
+from kvsieve_store.errors import InvalidRequestError
 from tests.directory.conftest import StartHost
 from tests.directory.redis_server import RedisCluster, RedisServer, why_missing
 from tests.peers.conftest import SPEC, Host
@@ -75,6 +76,15 @@ def test_a_prefix_of_one_host_is_found_from_another(redis: RedisServer, start_ho
     for host in (source, target):
         host.settled()
         assert not log(host, "ERROR")
+
+
+def test_stores_that_the_directory_names_need_no_entry(redis: RedisServer, start_host: StartHost) -> None:
+    source, target = start_host(redis.url), start_host(redis.url, "--peer-allow", "")
+    keys = source.save(3)
+    announced(redis, 3, 2)
+    with pytest.raises(InvalidRequestError, match="peer_allow"):
+        target.pull(source.address, keys)
+    assert fetch(target, keys).fetched == 3
 
 
 def test_the_part_that_is_here_is_not_fetched(redis: RedisServer, start_host: StartHost) -> None:

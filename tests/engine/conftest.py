@@ -75,6 +75,9 @@ def run_engine(model: Path, endpoint: str | None = None, **args: Any) -> Iterato
 @contextmanager
 def running(make: Callable[..., Any], settings: dict[str, Any]) -> Iterator[Any]:
     """make(**settings): an engine in this process, shut down at the end."""
+    # vLLM collects garbage six times while it starts, and thaws all before it does so at the end: half a
+    # second each with all that it imports.
+    gc.freeze()
     try:
         llm = make(**settings)
     except BaseException:
@@ -87,8 +90,6 @@ def running(make: Callable[..., Any], settings: dict[str, Any]) -> Iterator[Any]
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
 
 
 @pytest.fixture

@@ -190,8 +190,9 @@ def test_a_prompt_that_the_gpu_has_waits_for_nothing() -> None:
     assert scene.client.pulls[0].future.cancelled()
 
 
-def test_another_pool_is_refused() -> None:
+@pytest.mark.parametrize("pool", ["ab" * 32, "", 7])
+def test_which_pool_it_is_the_stores_find_out(pool: object) -> None:
+    """Engines of differing TP sizes have differing pools, and their stores know what else differs."""
     scene = Scene()
-    scene.half.on_new_request(scene.request("a", 2, **SOURCE, kvsieve_pool="ab" * 32))
-    assert not scene.client.pulls
-    assert scene.half.stats.data["incomplete_handoffs"] == 1
+    scene.half.on_new_request(scene.request("a", 2, **SOURCE, kvsieve_pool=pool))
+    assert len(scene.client.pulls) == 1

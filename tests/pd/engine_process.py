@@ -2,7 +2,7 @@
 
 In: {"do": "add" | "abort" | "counters" | "stop", ...}.
 Out: {"ready"}; {"id", "tokens", "params"} of each request that has finished; {"counters", "computed", "left",
-"attached"}.
+"attached", "pool"}, the last one the hex of its PoolSpec.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ def computed_tokens(llm: Any) -> int:
     """Prompt tokens that this engine has computed."""
     name, source = "vllm:prompt_tokens_by_source", "local_compute"
     return sum(int(m.value) for m in llm.get_metrics() if m.name == name and source in m.labels.values())
+
+
+def pool_of(llm: Any) -> str:
+    """Hex of the engine's PoolSpec; empty without a store."""
+    client = getattr(connector_of(llm)._session, "_client", None)
+    return "" if client is None else client._core._hello.pool.SerializeToString().hex()
 
 
 def main(model: str, endpoint: str, settings: str) -> None:
@@ -74,6 +80,7 @@ def main(model: str, endpoint: str, settings: str) -> None:
                         computed=computed_tokens(llm),
                         left=left,
                         attached=half._attachment() is not None,
+                        pool=pool_of(llm),
                     )
                 case "stop":
                     return

@@ -181,7 +181,6 @@ def test_what_requests_have_in_common_is_pulled_once(hosts: Hosts, plain: Engine
         {"kvsieve_store": "127.0.0.1:1"},
         {"kvsieve_store": "nonsense"},
         {"kvsieve_store": 7},
-        {"kvsieve_store": "{prefill}", "kvsieve_pool": "00" * 32},
         {"kvsieve_store": "{prefill}", "kvsieve_wait_ms": "long"},
     ],
 )

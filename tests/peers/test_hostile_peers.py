@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -17,11 +18,16 @@ import pytest
 from kvsieve.v1 import peer_pb2 as pb
 from kvsieve.v1 import peer_pb2_grpc
 from kvsieve_store.addresses import TcpAddress, parse_address
+from kvsieve_store.client import AdminClient, StoreClient
+from kvsieve_store.errors import CapacityError, InvalidRequestError
+from kvsieve_store.peers.puller import MAX_PULLS, MAX_PULLS_PER_SESSION
 from kvsieve_store.peers.waits import MAX_WAITS_PER_PEER
 from kvsieve_store.transport.shm import boot_id
+from kvsieve_store.transport.wire import Head, Kind, Status
 from tests.conftest import StoreProcess, free_port
 from tests.peers.conftest import BLOCK, SPEC, WAIT, Host, host
-from tests.protocol.client_stores import chain
+from tests.protocol.client_stores import SPEC as SMALL_SPEC
+from tests.protocol.client_stores import chain, store_thread, write_chain
 
 Pair = tuple[Host, Host]
 Change = Callable[[pb.OfferResponse], object]
@@ -38,6 +44,7 @@ class _Liar(peer_pb2_grpc.PeerServicer):
     def __init__(self, source: Host, change: Change) -> None:
         self.source, self.change = source, change
         self.offers = 0
+        self.renewed: list[bytes] = []
         self.token = b""
         self.tokens: dict[bytes, bytes] = {}
         """As told -> as it is."""
@@ -50,6 +57,10 @@ class _Liar(peer_pb2_grpc.PeerServicer):
         self.change(offer)
         self.tokens[offer.token] = self.token
         return offer
+
+    def Renew(self, request: pb.RenewRequest, context: object) -> pb.RenewResponse:
+        self.renewed.append(self.tokens[request.token])
+        return self.source.peer.Renew(pb.RenewRequest(token=self.renewed[-1], lease_ms=request.lease_ms))
 
     def Withdraw(self, request: pb.WithdrawRequest, context: object) -> pb.WithdrawResponse:
         return self.source.peer.Withdraw(pb.WithdrawRequest(token=self.tokens[request.token]))
@@ -203,6 +214,129 @@ def test_keys_that_are_none_are_not_waited_for(pair: Pair, keys: bytes) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         source.peer.Offer(request, timeout=10)
     assert (caught.value.code().name, "keys" in caught.value.details()) == ("INVALID_ARGUMENT", True)
+
+
+def test_one_client_leaves_room_for_the_pulls_of_another(pair: Pair) -> None:
+    source, target = pair
+    source.client.wait_attached(WAIT)
+    keys = source.save(3)
+    with StoreClient(target.store.endpoint, SPEC, engine_id="greedy", credit_target=0) as greedy:
+        greedy.wait_attached(WAIT)
+        waiting = [
+            greedy.pull_async(source.store.endpoint, chain(1, start=1000 + n), wait_seconds=WAIT)
+            for n in range(MAX_PULLS)
+        ]
+        refused = waiting[MAX_PULLS_PER_SESSION:]
+        for pull in refused:
+            assert isinstance(pull.exception(WAIT), CapacityError)
+            assert str(MAX_PULLS_PER_SESSION) in str(pull.exception())
+        assert target.pull(source.store.endpoint, keys).present == 3
+        assert target.metric("kvsieve_peer_pulls") == MAX_PULLS_PER_SESSION
+        waiting[0].cancel()  # gives its place back
+        while target.metric("kvsieve_peer_pulls") == MAX_PULLS_PER_SESSION:
+            time.sleep(0.01)
+        while True:
+            with suppress(CapacityError):  # it counts until the other store has heard of it
+                assert greedy.pull(source.store.endpoint, keys).present == 3
+                break
+            time.sleep(0.01)
+        assert not any(pull.done() for pull in waiting[1:MAX_PULLS_PER_SESSION])
+    source.settled()
+    target.settled()
+
+
+def test_an_offer_is_renewed_while_a_read_goes_on_and_no_longer(pair: Pair) -> None:
+    source, target = pair
+    keys = source.save(3)
+    target.client.wait_attached(WAIT)
+    with ExitStack() as exits:
+        slow = exits.enter_context(socket.create_server(("127.0.0.1", 0)))
+        over = threading.Event()
+
+        def trickle() -> None:
+            """A byte now and then: the link is slow, and not silent."""
+            sock, _ = slow.accept()
+            with sock, suppress(OSError):
+                head = Head(Kind.READ, Status.OK, 1, 3 * BLOCK).pack()
+                for byte in head + bytes(3 * BLOCK):
+                    sock.sendall(bytes([byte]))
+                    if over.wait(0.3):
+                        break
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        address, server = exits.enter_context(liar(source, _elsewhere(f"127.0.0.1:{slow.getsockname()[1]}")))
+        call = target.start_pull(address, keys)
+        while len(server.renewed) < 2:
+            assert not call.done()
+            time.sleep(0.05)
+        assert set(server.renewed) == {server.token}
+        call.cancel()
+        over.set()
+        thread.join()
+        target.settled()
+        source.settled()  # it was given back
+
+
+def test_an_offer_is_not_renewed_past_the_lease_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvsieve_store.peers.offers.MAX_LEASE_MS", 3_000)
+    with store_thread(peer_listen="127.0.0.1:0", peer_transports="tcp") as endpoint, ExitStack() as exits:
+        client = exits.enter_context(StoreClient(endpoint, SMALL_SPEC, engine_id="engine"))
+        client.wait_attached(WAIT)
+        write_chain(client, chain(2))
+        peer = peer_pb2_grpc.PeerStub(exits.enter_context(grpc.insecure_channel(endpoint)))
+        request = pb.OfferRequest(pool_id=SMALL_SPEC.pool_id(), keys=b"".join(chain(2)), lease_ms=3_000)
+        renew = pb.RenewRequest(token=peer.Offer(request).token, lease_ms=3_000)
+        end = time.monotonic() + WAIT
+        while (call := peer.Renew.future(renew)).exception() is None:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert call.code() is grpc.StatusCode.NOT_FOUND
+        with AdminClient(endpoint) as admin:
+            assert admin.status().leases == 0
+            assert admin.evict("tests", count=2).evicted == 2
+
+
+def test_a_store_connects_only_to_stores_that_it_was_told_of(
+    start_store: Callable[..., StoreProcess], tmp_path: Path
+) -> None:
+    with ExitStack() as exits:
+        listeners = [exits.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        ports = [listener.getsockname()[1] for listener in listeners]
+        listeners.append(exits.enter_context(socket.socket(socket.AF_UNIX)))
+        listeners[-1].bind(str(tmp_path / "s.sock"))
+        for listener in listeners:
+            listener.listen()
+            listener.setblocking(False)
+        sources = [f"127.0.0.1:{ports[0]}", f"localhost:{ports[0]}", f"[::ffff:127.0.0.1]:{ports[0]}"]
+        sources += [f"127.1:{ports[0]}", f"unix://{tmp_path}/s.sock", f"unix:{tmp_path}/x/../s.sock"]
+        told = f"127.0.0.1:{ports[1]},unix://{tmp_path}/x/*"
+        for flags in (("--peer-allow", ""), ("--peer-allow", told)):
+            target = exits.enter_context(host(start_store, *flags))
+            for source in sources:
+                with pytest.raises(InvalidRequestError, match=r"source: .*peer_allow") as caught:
+                    target.pull(source, chain(2))
+                assert f"--peer-allow {source}" in str(caught.value)
+            target.settled()
+        for listener in listeners:
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+        call = target.start_pull(f"127.0.0.1:{ports[1]}", chain(2))
+        listeners[1].setblocking(True)
+        listeners[1].accept()[0].close()
+        call.cancel()
+        target.settled()
+
+
+def test_a_store_that_it_was_told_of_is_pulled_from(
+    start_store: Callable[..., StoreProcess], transport: str
+) -> None:
+    with host(start_store, "--peer-transports", transport) as source:
+        keys = source.save(5)
+        allow = ("--peer-allow", "10.0.0.0/8", "--peer-allow", f"unix://{source.store.dir}/*")
+        with host(start_store, "--peer-transports", transport, *allow) as target:
+            assert target.pull(source.store.endpoint, keys).present == 5
+            assert target.holds(keys) == 5
 
 
 def test_garbage_on_both_ports_disturbs_no_pull(pair: Pair) -> None:

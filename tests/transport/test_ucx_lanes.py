@@ -4,6 +4,8 @@ reads."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsieve_store.transport.ucx import lanes
-from kvsieve_store.transport.ucx.engine import Engine
+from kvsieve_store.transport.ucx.engine import TLS, Engine
 from kvsieve_store.transport.ucx.link import UcxLink
 from tests.transport.conftest import StartPeer, needs_ucx, private, soon
 from tests.transport.peer import BLOCK, LOOPBACK
@@ -77,3 +79,16 @@ def test_the_real_wire_decides(
         assert buffer.any()
     engine.close()
     assert dict(os.environ) == before
+
+
+@needs_ucx
+@pytest.mark.parametrize(
+    "tls",
+    [TLS, "tcp", "tcp,self", "all", "sm", "shm", "posix,self", "sysv", "self", "^tcp", "^sm,tcp", "^posix"],
+)
+def test_ucx_has_nothing_to_warn_of(tls: str) -> None:
+    """It writes to stderr, past the log: so it gets no setting of a transport that it was not to use."""
+    code = f"from kvsieve_store.transport.ucx.engine import Engine; Engine({tls!r}).close()"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")

@@ -47,7 +47,7 @@ class Preloaded:
         """Returns at once; it is ready half a minute later."""
         self._log = (folder / "preloaded.log").open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("preloaded.py"))],
+            [sys.executable, "-m", "tests.two_hosts.preloaded"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -161,7 +161,7 @@ class Side:
             *("--peer-transports", "tcp", "--pool-size", "128MiB", "--extent-size", "2MiB"),
             *("--segment-size", "64MiB", "--session-timeout", "2"),
             http=f"{host.here}:{HTTP_PORT}",
-            prefix=host.prefix,
+            netns=host.path,
         )
         self.engine = Engine(preloaded, model, self.store.endpoint, host, folder / f"{name}.log")
         self.admin = AdminClient(self.store.endpoint)

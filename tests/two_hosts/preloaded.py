@@ -1,6 +1,6 @@
 """`vllm serve` from a process that has imported vLLM already: seconds, where a new process takes a minute.
 
-Run as a process; a line of JSON on standard input starts an engine: {"args": of `vllm`, "netns": path or "",
+Run as a module; a line of JSON on standard input starts an engine: {"args": of `vllm`, "netns": path or "",
 "log": path}. The line that comes back is its process id, which is its process group's, too. Engines end with
 this process.
 """
@@ -16,7 +16,8 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
-_CLONE_NEWNET = 0x40000000
+from tests import netns
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -45,17 +46,14 @@ def serve(order: dict[str, Any]) -> NoReturn:
     """In the child."""
     status = 1
     try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         null = os.open(os.devnull, os.O_RDONLY)
         for number, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(number, target)
         if order["netns"]:
-            net = os.open(order["netns"], os.O_RDONLY)
-            if libc.setns(net, _CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), f"setns {order['netns']}")
+            netns.enter(order["netns"])
         # The CPU platform asks for "spawn", which would import all of it again.
         fork = multiprocessing.get_context("fork")
         multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment]

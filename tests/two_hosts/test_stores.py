@@ -35,13 +35,14 @@ def stores(
         pytest.skip(str(why_missing()))
     with ExitStack() as stack:
         found = []
+        # Other ports than those of cluster.py, whose stores may still run.
         for host in (two_hosts.a, two_hosts.b):
-            address = f"{host.peer}:9400"
+            address = f"{host.peer}:9500"
             store = StoreProcess(
-                *("--listen", address, "--allow-insecure-tcp", "--peer-listen", f"{host.peer}:9401"),
+                *("--listen", address, "--allow-insecure-tcp", "--peer-listen", f"{host.peer}:9501"),
                 *("--peer-transports", request.param, "--extent-size", "4MiB"),
-                http=f"{host.here}:9317",
-                prefix=host.prefix,
+                http=f"{host.here}:9417",
+                netns=host.path,
             )
             stack.callback(store.close)
             store.start()

@@ -60,18 +60,18 @@ class Told:
     def __init__(self) -> None:
         self.keys: set[tuple[bytes, bytes]] = set()
 
-    def sealed(self, pool_id: bytes, keys: bytes) -> None:
-        new = self._each(pool_id, keys)
+    def sealed(self, family_id: bytes, keys: bytes) -> None:
+        new = self._each(family_id, keys)
         assert new.isdisjoint(self.keys)
         self.keys |= new
 
-    def dropped(self, pool_id: bytes, keys: bytes) -> None:
-        gone = self._each(pool_id, keys)
+    def dropped(self, family_id: bytes, keys: bytes) -> None:
+        gone = self._each(family_id, keys)
         assert gone <= self.keys
         self.keys -= gone
 
-    def _each(self, pool_id: bytes, keys: bytes) -> set[tuple[bytes, bytes]]:
-        found = {(pool_id, keys[i : i + 32]) for i in range(0, len(keys), 32)}
+    def _each(self, family_id: bytes, keys: bytes) -> set[tuple[bytes, bytes]]:
+        found = {(family_id, keys[i : i + 32]) for i in range(0, len(keys), 32)}
         assert len(found) * 32 == len(keys) > 0
         return found
 
@@ -202,7 +202,7 @@ class StoreModel(RuleBasedStateMachine):
     def settle(self, evictions: bool = False) -> None:
         """Takes over which blocks and extents went; without `evictions` none may have."""
         for name in [name for name in self.blocks if name not in self.state._pools]:
-            assert not self.blocks[name]
+            assert evictions or not self.blocks[name]
             assert all(session.pool != name for session in self.sessions.values())
             assert not self.leaving[name]
             del self.blocks[name], self.extents[name], self.announced[name], self.leaving[name]

@@ -53,7 +53,7 @@ def test_flags_become_settings(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_pa
         started.append(settings)
         return 0
 
-    monkeypatch.setattr("kvsieve_store.server.run", start)
+    monkeypatch.setattr("kvsieve_store.server.process.run", start)
     monkeypatch.setenv("KVSIEVE_FREE_HIGH", "0.5")
     file = tmp_path / "store.yaml"
     file.write_text("session_timeout: 7\nmax_sessions: 3\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,16 @@ def test_nothing_to_list_is_not_an_error(endpoint: str, run: Run, command: str, 
     assert run(command).out.startswith(says)
     outcome = run(command, "--format", "json")
     assert (outcome.code, outcome.json) == (0, [])
+
+
+def test_what_is_said_of_no_pools_is_true_after_an_engine_has_left(endpoint: str, run: Run) -> None:
+    before = run("pools").out
+    with StoreClient(endpoint, SPEC, engine_id="engine-1") as engine:
+        engine.wait_attached(20)
+        assert run("pools", "--format", "json").json
+    while run("pools", "--format", "json").json:  # its session ends behind close()
+        time.sleep(0.01)
+    assert run("pools").out == before == "No pools: no engine is attached, and none has left blocks.\n"
 
 
 def test_status(client: StoreClient, run: Run) -> None:

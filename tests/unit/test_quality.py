@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from bench.quality import measure, recall  # noqa: E402
 from bench.quality.reference import BLOCK_TOKENS, Picks, Reference, block_topk  # noqa: E402
-from bench.quality.texts import Case, cases  # noqa: E402
+from bench.quality.texts import FORMS, Case, cases  # noqa: E402
 from kvsieve_connector.dense.selectors import SELECTORS  # noqa: E402
 
 CONTEXT = 10 * BLOCK_TOKENS + 5
@@ -77,16 +77,18 @@ def test_recall_is_bounded_by_the_oracle() -> None:
     assert abs(found[..., 1] - 1).max() < 1e-5
 
 
-def test_cases_hide_one_key() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_cases_hide_one_key(form: str) -> None:
     def encode(string: str) -> list[int]:
         return list(string.encode())
 
-    found = list(cases(encode, 3000, depths=3, documents=2))
+    found = list(cases(encode, form, 3000, depths=3, documents=2))
     assert len({bytes(case.key) for case in found}) == 6
     assert [case.depth for case in found] == [1, 0.5, 0] * 2
     for case in found:
         assert bytes(case.prompt).count(bytes(case.key)) == 2
-        assert len(case.prompt) <= 3000
+        assert 2000 < len(case.prompt) <= 3000
+        assert abs(bytes(case.prompt).index(bytes(case.key)) / 3000 - case.depth) < 0.25
 
 
 def test_rows(model: Reference) -> None:
@@ -94,6 +96,6 @@ def test_rows(model: Reference) -> None:
     assert [row["selector"] for row in rows] == ["dense", "mean-outlier", "mean-outlier"]
     assert rows[0]["ratio"] == 1
     asked = [Case(CONTEXT, 0.5, ids(CONTEXT), [1], [2, 3], [4, 5])]
-    rows += measure.needles(model, asked, [measure.GOAL])
+    rows += measure.needles(model, "filler", asked, [measure.GOAL])
     assert [row["accuracy"] for row in rows[-2:]] == [0, 0]
     assert [goal.limit for goal in measure._goals(rows)] == [1.03, -2]

@@ -219,6 +219,17 @@ def test_peers_are_served_beyond_loopback_only_where_it_is_allowed() -> None:
     assert load({"listen": "unix:///s"}, None, {}).peer_address is None
 
 
+def test_stores_that_may_be_pulled_from_come_from_every_source(tmp_path: Path) -> None:
+    file, one, both = tmp_path / "store.yaml", ("10.0.0.0/24:9400",), ("10.0.0.0/24:9400", "*.kv.svc")
+    file.write_text("peer_allow: ['10.0.0.0/24:9400', '*.kv.svc']\n")
+    assert load({}, None, {}).peer_allow == ()
+    assert load({}, file, {}).peer_allow == both
+    assert from_env(PEER_ALLOW="10.0.0.0/24:9400, *.kv.svc").peer_allow == both
+    assert load({"peer-allow": list(both)}, None, {}).peer_allow == both
+    assert load({"peer-allow": list(one)}, file, {}).peer_allow == one
+    assert load({"peer-allow": [""]}, file, {}).peer_allow == ()
+
+
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
@@ -227,6 +238,8 @@ def test_peers_are_served_beyond_loopback_only_where_it_is_allowed() -> None:
         ("peer_transports", "tcp,rdma", "shm,ucx,tcp"),
         ("peer_transports", ",", "shm,ucx,tcp"),
         ("ucx_tls", "", "ucx-tls"),
+        ("peer_allow", "10.0.0.1/24", r"peer-allow: '10.0.0.1/24': .*host bits"),
+        ("peer_allow", "10.0.0.1:9400,a b", r"peer-allow: 'a b': expected host:port"),
     ],
 )
 def test_bad_settings_of_peers(name: str, value: str, text: str) -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,11 @@ class Answer:
 class Engine:
     """A running vLLM engine on a loopback port."""
 
-    def __init__(self, model: Path, endpoint: str, log: Path, name: str = "engine") -> None:
-        """Starts it; start() waits. endpoint: of the store. name: for messages."""
+    def __init__(
+        self, model: Path, endpoint: str, log: Path, name: str = "engine", cores: Sequence[int] = ()
+    ) -> None:
+        """Starts it; start() waits. endpoint: of the store. name: for messages. cores: that the model runs on
+        without a GPU; vLLM's choice when empty."""
         self._name = model.name
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         transfer = {
@@ -56,8 +59,10 @@ class Engine:
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", self._name]
         command += ["--dtype", "bfloat16", "--enforce-eager", "--max-num-seqs", "4"]
-        command += ["--kv-transfer-config", json.dumps(transfer)]
-        self.child = Child(name, command, log, os.environ | _ENVIRON)
+        # Lines for each look at its health and metrics would bury what it says of itself.
+        command += ["--disable-uvicorn-access-log", "--kv-transfer-config", json.dumps(transfer)]
+        bound = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))} if cores else {}
+        self.child = Child(name, command, log, os.environ | _ENVIRON | bound)
 
     def start(self) -> None:
         """Waits until it serves. Raises DemoError."""

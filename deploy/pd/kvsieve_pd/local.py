@@ -70,7 +70,8 @@ def _start(
     stores: dict[str, DemoStore] = {}
     peers = {role: f"127.0.0.1:{free_port()}" for role in ("prefill", "decode")}
     for role, address in peers.items():
-        flags = ("--listen", address, "--peer-listen", f"127.0.0.1:{free_port()}")
+        flags = ["--listen", address, "--peer-listen", f"127.0.0.1:{free_port()}"]
+        flags += ["--peer-allow", ",".join(peers.values())]
         stores[role] = DemoStore(folder, f"{role}-store", flags)
         running.callback(stores[role].child.close)
     with steps.step("start a store for prefill and one for decode"):
@@ -81,21 +82,32 @@ def _start(
     for role, store in stores.items():
         with steps.step(f"start the {role} engine"):
             name = f"{role} engine"
-            engines[role] = Engine(model, store.endpoint, folder / f"{role}-engine.log", name)
+            log = folder / f"{role}-engine.log"
+            engines[role] = Engine(model, store.endpoint, log, name, _cores(role == "decode"))
             running.callback(engines[role].child.close)
             engines[role].start()
+            # What is done once a process takes a minute on two busy cores; decode would wait for it in vain.
+            engines[role].warm_up()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "kvsieve_pd.proxy", "--listen", f"127.0.0.1:{port}", "--flow", flow]
     prefill, decode = engines["prefill"].url, engines["decode"].url
     command += ["--prefill", f"{prefill}={peers['prefill']}", "--decode", decode]
     # Two engines on the same few cores take their time.
-    command += ["--wait-ms", "60000"]
+    command += ["--wait-ms", "120000"]
     proxy = Child("proxy", command, folder / "proxy.log", os.environ)
     running.callback(proxy.close)
     with steps.step("start the proxy"):
         proxy.wait_until(lambda: _answers(url), _PROXY_SECONDS)
     children = [store.child for store in stores.values()] + [engine.child for engine in engines.values()]
     return url, engines["decode"], [*children, proxy]
+
+
+def _cores(second: bool) -> list[int]:
+    """A half of this machine's cores: on the same ones, an engine that waits for blocks keeps the one that
+    computes them from running."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    return (cores[half:] if second else cores[:half]) or cores
 
 
 def _try(console: Console, decode: Engine, url: str) -> None:
@@ -125,10 +137,16 @@ def _say(console: Console, url: str, model: str, folder: Path) -> None:
         "look:",
         f"  curl {url}/health",
         f"  curl -s {url}/metrics | grep kvsieve_proxy_requests_total",
-        f"  kvsieve pools --endpoint unix://{folder}/decode-store.sock",
+        f"  {_kvsieve()} pools --endpoint unix://{folder}/decode-store.sock",
         f"logs are in {folder}; Ctrl-C ends all of it",
     ]
     console.print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def _kvsieve() -> str:
+    """The command: of the environment that this runs in, where that has one."""
+    command = Path(sys.executable).with_name("kvsieve")
+    return str(command) if command.exists() else "kvsieve"
 
 
 def _watch(children: list[Child]) -> None:

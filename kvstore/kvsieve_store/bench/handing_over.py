@@ -127,6 +127,7 @@ class _Pair:
         self._exits = ExitStack()
         self._flags = ["--pool-size", pool_size, "--peer-transports", transport]
         self._flags += ["--listen", "127.0.0.1:0", "--peer-listen", "127.0.0.1:0"]
+        self._flags += ["--peer-allow", "127.0.0.0/8"]
 
     def __enter__(self) -> _Pair:
         with ExitStack() as exits:

@@ -31,7 +31,7 @@ from kvsieve_store.transport.exports import Exports
 from kvsieve_store.transport.memory import Memory, U64Array
 from kvsieve_store.transport.tcp import TcpListener
 from kvsieve_store.transport.ucx.binding import why_missing
-from kvsieve_store.transport.ucx.engine import SETTINGS, Engine
+from kvsieve_store.transport.ucx.engine import TCP_SETTINGS, Engine
 from kvsieve_store.transport.ucx.listener import UcxListener
 
 _LOCAL = "127.0.0.1"
@@ -235,7 +235,7 @@ def _perftest(size: int) -> list[float]:
 
 def _ucx_environ() -> dict[str, str]:
     """What makes any UCX take the way that ours takes here."""
-    tuned = {f"UCX_{name}": value for name, value in SETTINGS.items() if name.startswith("TCP_")}
+    tuned = {f"UCX_{name}": value for name, value in TCP_SETTINGS.items()}
     return {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", **tuned}
 
 

@@ -121,7 +121,7 @@ def pools(context: typer.Context, endpoint: EndpointOption = None, form: FormatO
     """List the pools: one a model, as engines with the same settings share it."""
     with admin(context, endpoint) as client:
         rows = client.list_pools().pools
-    print_rows(form, rows, _POOL_COLUMNS, none="No pools: no engine has attached yet.")
+    print_rows(form, rows, _POOL_COLUMNS, none="No pools: no engine is attached, and none has left blocks.")
 
 
 def sessions(

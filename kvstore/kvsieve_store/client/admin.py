@@ -10,13 +10,13 @@ import grpc
 
 from kvsieve.v1 import admin_pb2 as pb
 from kvsieve.v1.admin_pb2_grpc import AdminStub
-from kvsieve_store.client.batches import join_keys
 from kvsieve_store.client.channel import CHANNEL_OPTIONS, call_error
+from kvsieve_store.client.checks import MAX_TIMEOUT, UINT32, check_seconds, check_text, check_whole, join_keys
 from kvsieve_store.client.endpoint import grpc_target
-from kvsieve_store.errors import InvalidRequestError
 from kvsieve_store.protocol.limits import DEFAULT_DRAIN_MS
 
-"""What the store waits when it is given 0."""
+_MAX_TEXT = 4096
+"""Characters of a pool's name, or a page's token: more than there are."""
 
 
 class AdminClient:
@@ -32,8 +32,7 @@ class AdminClient:
         timeout: deadline of each call, seconds.
         """
         target = grpc_target(endpoint)
-        if timeout <= 0:
-            raise InvalidRequestError(f"timeout: {timeout} given, more than 0 seconds required")
+        check_seconds("timeout", timeout, MAX_TIMEOUT)
         self.endpoint = endpoint
         self._timeout = timeout
         self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
@@ -53,30 +52,35 @@ class AdminClient:
 
     def list_blocks(self, pool: str, *, page_size: int = 0, page_token: str = "") -> pb.ListBlocksResponse:
         """One page; 0 blocks means the store's default page."""
+        check_text("page_token", page_token, _MAX_TEXT)
         request = pb.ListBlocksRequest(
-            pool=pool, page_size=_count("page_size", page_size), page_token=page_token
+            pool=_pool(pool),
+            page_size=_count("page_size", page_size),
+            page_token=page_token,
         )
         response: pb.ListBlocksResponse = self._call("ListBlocks", request)
         return response
 
     def evict(self, pool: str, *, keys: bytes | Sequence[bytes] = b"", count: int = 0) -> pb.EvictResponse:
         """Named blocks, or the `count` coldest: one of both."""
-        request = pb.EvictRequest(pool=pool, keys=join_keys(keys), count=_count("count", count))
+        request = pb.EvictRequest(pool=_pool(pool), keys=join_keys(keys), count=_count("count", count))
         response: pb.EvictResponse = self._call("Evict", request)
         return response
 
     def pin(self, pool: str, keys: bytes | Sequence[bytes]) -> pb.PinResponse:
-        response: pb.PinResponse = self._call("Pin", pb.PinRequest(pool=pool, keys=join_keys(keys)))
+        response: pb.PinResponse = self._call("Pin", pb.PinRequest(pool=_pool(pool), keys=join_keys(keys)))
         return response
 
     def unpin(self, pool: str, keys: bytes | Sequence[bytes] = b"") -> pb.UnpinResponse:
         """No keys: every pin of the pool."""
-        response: pb.UnpinResponse = self._call("Unpin", pb.UnpinRequest(pool=pool, keys=join_keys(keys)))
+        response: pb.UnpinResponse = self._call(
+            "Unpin", pb.UnpinRequest(pool=_pool(pool), keys=join_keys(keys))
+        )
         return response
 
     def clear(self, pool: str = "") -> pb.ClearResponse:
         """No pool: all pools."""
-        response: pb.ClearResponse = self._call("Clear", pb.ClearRequest(pool=pool))
+        response: pb.ClearResponse = self._call("Clear", pb.ClearRequest(pool=_pool(pool)))
         return response
 
     def drain(self, *, timeout_ms: int = 0) -> pb.DrainResponse:
@@ -106,6 +110,11 @@ class AdminClient:
 
 def _count(field: str, value: int) -> int:
     """A uint32 of a request. Raises InvalidRequestError."""
-    if not 0 <= value < 1 << 32:
-        raise InvalidRequestError(f"{field}: {value} given, 0 to {(1 << 32) - 1} allowed")
+    check_whole(field, value, 0, UINT32)
     return value
+
+
+def _pool(name: str) -> str:
+    """Raises InvalidRequestError."""
+    check_text("pool", name, _MAX_TEXT)
+    return name

@@ -15,8 +15,20 @@ import grpc
 from kvsieve.v1 import store_pb2 as pb
 from kvsieve_store import __version__
 from kvsieve_store.client.backoff import LONGEST_SECONDS, Backoff
-from kvsieve_store.client.batches import check_entries, check_lease, join_keys
+from kvsieve_store.client.batches import check_entries, check_lease, check_release
 from kvsieve_store.client.channel import CHANNEL_OPTIONS
+from kvsieve_store.client.checks import (
+    MAX_SECONDS,
+    MAX_TEXT,
+    MAX_TIMEOUT,
+    UINT32,
+    check_key,
+    check_seconds,
+    check_text,
+    check_whole,
+    join_chain,
+    join_keys,
+)
 from kvsieve_store.client.endpoint import grpc_target
 from kvsieve_store.client.handles import (
     Attachment,
@@ -78,12 +90,12 @@ class AsyncStoreClient:
         on_change: called with the new state, once per change, in the event loop: it must not block.
         """
         self._target = grpc_target(endpoint)
-        if not 0 <= credit_target < 1 << 32:
-            raise InvalidRequestError(f"credit_target: {credit_target} given, 0 to {(1 << 32) - 1} allowed")
+        check_text("engine_id", engine_id, MAX_TEXT)
+        check_whole("credit_target", credit_target, 0, UINT32)
+        check_whole("lease_ms", lease_ms, 0, UINT32)
         if lease_ms and lease_ms < MIN_LEASE_MS:
             raise InvalidRequestError(f"lease_ms: {lease_ms} given, 0 or {MIN_LEASE_MS} and more allowed")
-        if timeout <= 0:
-            raise InvalidRequestError(f"timeout: {timeout} given, more than 0 seconds required")
+        check_seconds("timeout", timeout, MAX_TIMEOUT)
         self.endpoint = endpoint
         self.state = ClientState.CONNECTING
         self.error: KVSieveError | None = None
@@ -123,6 +135,7 @@ class AsyncStoreClient:
     async def wait_attached(self, timeout: float) -> Attachment:  # noqa: ASYNC109 (same as StoreClient)
         """Raises the store's refusal (PoolMismatchError, InvalidRequestError, CapacityError) as soon as it is
         there, UnavailableError after `timeout` seconds or when the client is closed."""
+        check_seconds("timeout", timeout, zero=True)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while True:
@@ -139,6 +152,7 @@ class AsyncStoreClient:
         None when `epoch` is not the current one. Without it, read attachment.epoch before the call, not
         after: slots of a newer session then fail with the older epoch, instead of the other way round.
         """
+        check_whole("n", n, 0, UINT32)
         session = self._session
         if session is None or self.state is not ClientState.ATTACHED:
             return []
@@ -173,13 +187,20 @@ class AsyncStoreClient:
         Raises InvalidRequestError, CapacityError (too many pulls), UnavailableError (nothing came; the
         reason is the store's or the peer's).
         """
-        return await self._live().pull(source, join_keys(keys), parent, seconds, wait_seconds)
+        check_text("source", source, MAX_TEXT)
+        joined = join_chain(keys)
+        check_key("parent", parent, or_none=True)
+        check_seconds("seconds", seconds, MAX_SECONDS)
+        check_seconds("wait_seconds", wait_seconds, MAX_SECONDS, zero=True)
+        return await self._live().pull(source, joined, parent, seconds, wait_seconds)
 
     async def hold(self, keys: bytes | Sequence[bytes], *, seconds: float) -> int:
         """Keeps sealed blocks (a chain, at most 4,096) from eviction until another store has pulled the last
         of them, or `seconds` have passed; also when this session ends before. Returns how many of them, from
         the first on, were there. Raises InvalidRequestError, CapacityError (too many hand-offs)."""
-        return await self._live().hold(join_keys(keys), seconds)
+        joined = join_chain(keys)
+        check_seconds("seconds", seconds, MAX_SECONDS)
+        return await self._live().hold(joined, seconds)
 
     @overload
     async def seal(
@@ -206,8 +227,8 @@ class AsyncStoreClient:
         leases (lease_ms 0), and for a lease without hold.
         """
         check_entries(entries)
-        session = self._live(epoch)
         check_lease(hold, lease)
+        session = self._live(epoch)
         if hold and not self._terms.lease_ms:
             raise InvalidRequestError("hold: this client takes no leases (lease_ms is 0)")
         held = await session.seal(entries, hold=hold, lease=lease) if entries else Held()
@@ -226,12 +247,12 @@ class AsyncStoreClient:
     ) -> None:
         """Gives back leases and slots that will not be sealed. Raises UnavailableError when `epoch` is over
         (both are back already then), SlotNotHeldError."""
+        check_release(lease_ids, refs)
         await self._live(epoch).release(lease_ids, refs)
 
     async def reserve(self, count: int) -> int:
         """Asks for `count` credits beyond the target, for a burst; returns how many came."""
-        if count < 1:
-            raise InvalidRequestError(f"count: {count} given, 1 or more required")
+        check_whole("count", count, 1, UINT32)
         return await self._live().reserve(count)
 
     async def close(self) -> None:

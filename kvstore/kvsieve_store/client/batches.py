@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 from kvsieve.v1 import store_pb2 as pb
+from kvsieve_store.client.checks import UINT32, UINT64, check_key, check_whole
 from kvsieve_store.client.handles import SealEntry, SlotRef
 from kvsieve_store.errors import InvalidRequestError
 from kvsieve_store.protocol.limits import KEY_BYTES
@@ -16,35 +17,64 @@ T = TypeVar("T")
 _NO_PARENT = bytes(KEY_BYTES)
 
 
-def join_keys(keys: bytes | Sequence[bytes]) -> bytes:
-    """Keys end to end. Raises InvalidRequestError when one is not 32 bytes."""
-    if isinstance(keys, bytes):
-        if len(keys) % KEY_BYTES:
-            raise InvalidRequestError(f"keys: {len(keys)} bytes given, a multiple of {KEY_BYTES} required")
-        return keys
-    for i, key in enumerate(keys):
-        if len(key) != KEY_BYTES:
-            raise InvalidRequestError(f"keys[{i}]: {len(key)} bytes given, {KEY_BYTES} required")
-    return b"".join(keys)
-
-
 def check_lease(hold: bool, lease: int) -> None:
-    """Raises InvalidRequestError for a lease that a seal can't add to."""
+    """Raises InvalidRequestError for a lease that a seal can't add to; 0: none."""
+    check_whole("lease", lease, 0, UINT64)
     if lease and not hold:
         raise InvalidRequestError(f"lease: {lease} given without hold")
-    if not 0 <= lease < 1 << 64:
-        raise InvalidRequestError(f"lease: {lease} given, 0 to 2**64 - 1 allowed")
 
 
 def check_entries(entries: Sequence[SealEntry]) -> None:
-    """Raises InvalidRequestError when a key or a parent has not its length."""
-    for i, (key, parent, _) in enumerate(entries):
-        if len(key) != KEY_BYTES:
-            raise InvalidRequestError(f"entries[{i}].key: {len(key)} bytes given, {KEY_BYTES} required")
-        if parent and len(parent) != KEY_BYTES:
-            raise InvalidRequestError(
-                f"entries[{i}].parent: {len(parent)} bytes given, {KEY_BYTES} required, or none"
-            )
+    """Raises InvalidRequestError, which names the entry."""
+    _check_sequence("entries", entries, "SealEntry")
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, SealEntry):
+            raise InvalidRequestError(f"entries[{i}]: {type(entry).__name__} given, a SealEntry required")
+        key, parent, ref = entry
+        if _is_key(key) and (_is_key(parent) or parent == b"") and _is_ref(ref):
+            continue
+        check_key(f"entries[{i}].key", key)
+        check_key(f"entries[{i}].parent", parent, or_none=True)
+        _check_ref(f"entries[{i}].ref", ref)
+
+
+def check_release(lease_ids: Sequence[int], refs: Sequence[SlotRef]) -> None:
+    """Raises InvalidRequestError, which names the lease or the slot."""
+    _check_sequence("lease_ids", lease_ids, "lease ids")
+    for i, lease in enumerate(lease_ids):
+        check_whole(f"lease_ids[{i}]", lease, 1, UINT64)
+    _check_sequence("refs", refs, "SlotRef")
+    for i, ref in enumerate(refs):
+        if not _is_ref(ref):
+            _check_ref(f"refs[{i}]", ref)
+
+
+# The quick answers for nearly all.
+
+
+def _is_key(key: object) -> bool:
+    return type(key) is bytes and len(key) == KEY_BYTES
+
+
+def _is_ref(ref: object) -> bool:
+    return (
+        type(ref) is SlotRef
+        and type(ref.slot) is int is type(ref.generation)
+        and 0 <= ref.slot <= UINT32
+        and 0 <= ref.generation <= UINT32
+    )
+
+
+def _check_ref(field: str, ref: object) -> None:
+    if not isinstance(ref, SlotRef):
+        raise InvalidRequestError(f"{field}: {type(ref).__name__} given, a SlotRef required")
+    check_whole(f"{field}.slot", ref.slot, 0, UINT32)
+    check_whole(f"{field}.generation", ref.generation, 0, UINT32)
+
+
+def _check_sequence(field: str, items: Any, of: str) -> None:
+    if isinstance(items, str | bytes) or not isinstance(items, Sequence):
+        raise InvalidRequestError(f"{field}: {type(items).__name__} given, a sequence of {of} required")
 
 
 def match_requests(session_id: bytes, keys: bytes, lease_ms: int, limit: int) -> Iterator[pb.MatchRequest]:

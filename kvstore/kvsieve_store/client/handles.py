@@ -8,6 +8,7 @@ from enum import Enum, StrEnum
 from typing import NamedTuple, overload
 
 from kvsieve.v1 import store_pb2 as pb
+from kvsieve_store.client.checks import MAX_SECONDS, UINT32, check_seconds, check_whole
 
 
 class ClientState(StrEnum):
@@ -92,6 +93,11 @@ class Fetch:
 
     seconds: float
     min_blocks: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequestError."""
+        check_seconds("fetch.seconds", self.seconds, MAX_SECONDS)
+        check_whole("fetch.min_blocks", self.min_blocks, 1, UINT32)
 
 
 class SealEntry(NamedTuple):

@@ -11,17 +11,16 @@ import grpc
 
 from kvsieve.v1 import peer_pb2 as pb
 from kvsieve.v1 import peer_pb2_grpc
-from kvsieve_store.client.batches import join_keys
 from kvsieve_store.client.channel import CHANNEL_OPTIONS, call_error
+from kvsieve_store.client.checks import MAX_SECONDS, check_seconds, join_chain
 from kvsieve_store.client.endpoint import grpc_target
 from kvsieve_store.errors import NotFoundError
+from kvsieve_store.protocol.limits import MAX_MATCH_KEYS
 from kvsieve_store.protocol.spec import PoolSpec
 from kvsieve_store.transport.connect import TRANSPORTS, connect
 from kvsieve_store.transport.description import Description
 from kvsieve_store.transport.memory import Memory, U64Array
 from kvsieve_store.transport.ucx.engine import Engine
-
-MOST_LEASE_MS = 600_000
 
 
 class RemoteBlocks:
@@ -46,9 +45,12 @@ class RemoteBlocks:
         """source: control address of the store. keys: in chain order, at most 32,768. memory: where reads
         write to. engine: for UCX; any number of these can use one.
 
-        Raises NotFoundError when the store has none of the blocks; UnavailableError, CapacityError,
-        LinkError.
+        Raises InvalidRequestError, NotFoundError when the store has none of the blocks, UnavailableError,
+        CapacityError, LinkError.
         """
+        joined = join_chain(keys, MAX_MATCH_KEYS)
+        check_seconds("seconds", seconds, MAX_SECONDS)
+        check_seconds("connect_seconds", connect_seconds, MAX_SECONDS)
         self._source = source
         self._channel = grpc.insecure_channel(grpc_target(source), options=CHANNEL_OPTIONS)
         self._stub: Any = peer_pb2_grpc.PeerStub(self._channel)  # type: ignore[no-untyped-call]
@@ -56,8 +58,8 @@ class RemoteBlocks:
         try:
             request = pb.OfferRequest(
                 pool_id=spec.pool_id(),
-                keys=join_keys(keys),
-                lease_ms=min(max(int(seconds * 1000), 1), MOST_LEASE_MS),
+                keys=joined,
+                lease_ms=max(int(seconds * 1000), 1),
             )
             try:
                 self._offer = self._stub.Offer(request, timeout=connect_seconds)
@@ -91,6 +93,7 @@ class RemoteBlocks:
         those of rows. into: [n] uint64, offset in the memory per range. seconds: the longest it may take.
         Raises as transport.base.Link.read(); after a LinkError only close() is left.
         """
+        check_seconds("seconds", seconds, MAX_SECONDS)
         self._link.read(self._offer.token, ranges, into, time.monotonic() + seconds)
 
     def close(self) -> None:

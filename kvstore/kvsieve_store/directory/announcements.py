@@ -11,12 +11,12 @@ from kvsieve_store.protocol.limits import KEY_BYTES
 class Change(NamedTuple):
     """That a store holds a block from now on, or does not.
 
-    held: which of the two. store: its number in the directory. pool_id, key: 32 bytes each.
+    held: which of the two. store: its number in the directory. family_id, key: 32 bytes each.
     """
 
     held: bool
     store: int
-    pool_id: bytes
+    family_id: bytes
     key: bytes
 
 
@@ -25,7 +25,7 @@ class _Chunk(NamedTuple):
 
     held: bool
     store: int
-    pool_id: bytes
+    family_id: bytes
     keys: bytes
 
     def __len__(self) -> int:
@@ -50,9 +50,9 @@ class Announcements:
     def __len__(self) -> int:
         return self._count
 
-    def add(self, held: bool, store: int, pool_id: bytes, keys: bytes) -> bool:
+    def add(self, held: bool, store: int, family_id: bytes, keys: bytes) -> bool:
         """keys: 32 bytes each, end to end. False when they had to be dropped."""
-        chunk = _Chunk(held, store, pool_id, keys)
+        chunk = _Chunk(held, store, family_id, keys)
         if self._count + len(chunk) > self._limit:
             self.dropped += len(chunk)
             return False
@@ -69,7 +69,7 @@ class Announcements:
             stop = min(len(chunk), skip + count - len(found))
             found += (
                 Change(
-                    chunk.held, chunk.store, chunk.pool_id, chunk.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
+                    chunk.held, chunk.store, chunk.family_id, chunk.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
                 )
                 for i in range(skip, stop)
             )

@@ -121,11 +121,11 @@ class Directory:
 
     # Announcing
 
-    def sealed(self, pool_id: bytes, keys: bytes) -> None:
-        self._add(True, self.store, pool_id, keys)
+    def sealed(self, family_id: bytes, keys: bytes) -> None:
+        self._add(True, self.store, family_id, keys)
 
-    def dropped(self, pool_id: bytes, keys: bytes) -> None:
-        self._add(False, self.store, pool_id, keys)
+    def dropped(self, family_id: bytes, keys: bytes) -> None:
+        self._add(False, self.store, family_id, keys)
 
     def start(self, address: str, walk: Walk) -> None:
         """address: what other stores reach this one at; empty: nothing is announced."""
@@ -143,10 +143,10 @@ class Directory:
                     await self._table.leave(self.store, _LEAVE_SECONDS)
         await self._table.close()
 
-    def _add(self, held: bool, store: int, pool_id: bytes, keys: bytes) -> None:
+    def _add(self, held: bool, store: int, family_id: bytes, keys: bytes) -> None:
         if not self._announces and store == self.store:
             return
-        if not self._queue.add(held, store, pool_id, keys):
+        if not self._queue.add(held, store, family_id, keys):
             self._anew = True
         self._wake.set()
 
@@ -237,13 +237,13 @@ class Directory:
 
     # Finding
 
-    async def locate(self, pool_id: bytes, keys: Sequence[bytes]) -> list[Holder]:
+    async def locate(self, family_id: bytes, keys: Sequence[bytes]) -> list[Holder]:
         """Other stores that have blocks of a chain of keys, from the first on; who has the most first."""
         if self.down and not self._readable:
             self.counters.failed += 1
             return []
         try:
-            holders = await self._search(pool_id, keys)
+            holders = await self._search(family_id, keys)
         except TableError as error:
             self._lost(error)
             self.counters.failed += 1
@@ -252,10 +252,10 @@ class Directory:
         self.counters.missing += not holders
         return holders
 
-    def has_not(self, holder: Holder, pool_id: bytes, keys: Sequence[bytes]) -> None:
+    def has_not(self, holder: Holder, family_id: bytes, keys: Sequence[bytes]) -> None:
         """A holder turned out not to have these; the directory is told."""
         self.counters.stale += 1
-        self._add(False, holder.store, pool_id, b"".join(keys))
+        self._add(False, holder.store, family_id, b"".join(keys))
 
     def avoid(self, holder: Holder) -> None:
         """A holder could not be reached: it is not asked for a while. If it is dead, it has left by then."""
@@ -264,13 +264,13 @@ class Directory:
         self._avoided = {store: until for store, until in self._avoided.items() if until > now}
         self._avoided[holder.store] = now + AVOID_SECONDS
 
-    async def _search(self, pool_id: bytes, keys: Sequence[bytes]) -> list[Holder]:
+    async def _search(self, family_id: bytes, keys: Sequence[bytes]) -> list[Holder]:
         clock = asyncio.get_running_loop().time
         deadline = clock() + LOOKUP_SECONDS
         search = Search(len(keys))
         addresses: dict[int, str] = {}
         while positions := search.next_look(addresses):
-            there = await self._table.holders(pool_id, [keys[i] for i in positions], deadline - clock())
+            there = await self._table.holders(family_id, [keys[i] for i in positions], deadline - clock())
             search.found(positions, there)
             unknown = [store for store in search.seen if store not in addresses and store != self.store]
             for store, address in zip(
@@ -278,7 +278,7 @@ class Directory:
             ):
                 if not address:
                     gone = b"".join(keys[i] for i in search.seen.pop(store))
-                    self._add(False, store, pool_id, gone)
+                    self._add(False, store, family_id, gone)
                 elif address != self.address and self._avoided.get(store, 0.0) <= clock():
                     addresses[store] = address
         return search.holders(addresses, self._rng)

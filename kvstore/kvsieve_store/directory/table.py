@@ -20,7 +20,7 @@ HOLDERS = 8
 
 _BLOCK = b"kvsieve:1:b:"
 _STORE = b"kvsieve:1:s:"
-_POOL_BYTES = 16
+_FAMILY_BYTES = 16
 _MAX_ADDRESS = 256
 _MAX_DIGITS = 20
 """Of a store's number; int() refuses a text of thousands."""
@@ -40,8 +40,8 @@ def shown(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def block_name(pool_id: bytes, key: bytes) -> bytes:
-    return _BLOCK + pool_id[:_POOL_BYTES] + key
+def block_name(family_id: bytes, key: bytes) -> bytes:
+    return _BLOCK + family_id[:_FAMILY_BYTES] + key
 
 
 def store_name(store: int) -> bytes:
@@ -88,17 +88,17 @@ class Table:
     async def tell(self, changes: Sequence[Change], ttl: int, seconds: float) -> None:
         """In their order. ttl: seconds that a block is known after the last word that somebody holds it."""
         calls: list[tuple[Any, ...]] = []
-        for held, store, pool_id, key in changes:
-            name = block_name(pool_id, key)
+        for held, store, family_id, key in changes:
+            name = block_name(family_id, key)
             if held:
                 calls += (("SADD", name, store), ("EXPIRE", name, ttl))
             else:
                 calls.append(("SREM", name, store))
         await self._call(calls, seconds)
 
-    async def holders(self, pool_id: bytes, keys: Sequence[bytes], seconds: float) -> list[list[int]]:
+    async def holders(self, family_id: bytes, keys: Sequence[bytes], seconds: float) -> list[list[int]]:
         """Of each key the numbers of up to HOLDERS stores."""
-        calls = [("SRANDMEMBER", block_name(pool_id, key), HOLDERS) for key in keys]
+        calls = [("SRANDMEMBER", block_name(family_id, key), HOLDERS) for key in keys]
         found = await self._call(calls, seconds)
         return [
             [int(number) for number in numbers if number.isdigit() and len(number) < _MAX_DIGITS]

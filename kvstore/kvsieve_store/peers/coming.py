@@ -13,6 +13,7 @@ from kvsieve_store.errors import CapacityError, InvalidRequestError
 from kvsieve_store.peers.plane import DataPlane
 from kvsieve_store.peers.threads import in_thread
 from kvsieve_store.protocol.limits import KEY_BYTES
+from kvsieve_store.protocol.slot_map import SlotMap
 from kvsieve_store.server.core import Core, InnerSession
 from kvsieve_store.state import U32Array
 from kvsieve_store.transport.exports import Growing
@@ -135,5 +136,6 @@ class Coming:
             self._plane.exports.end(export)
 
     async def _digest(self, offset: int) -> bytes:
-        call = partial(self._plane.digest, offset, self._session.layout.slot_bytes)
+        whole = SlotMap.whole(self._session.layout.slot_bytes)
+        call = partial(self._plane.digest, offset, whole.source, whole.length)
         return await in_thread(self._plane.hashers, call)

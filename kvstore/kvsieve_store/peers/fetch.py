@@ -127,7 +127,7 @@ class Fetcher:
 
     async def _ask_holders(self, fetch: _Fetch) -> None:
         before = fetch.present
-        holders = await self._directory.locate(fetch.session.pool_id, fetch.missing)
+        holders = await self._directory.locate(fetch.session.pool.family_id, fetch.missing)
         for holder in holders[:MAX_HOLDERS]:
             await self._wait_for_pulls(fetch)
             claimed = fetch.keys[: before + holder.blocks]
@@ -154,4 +154,4 @@ class Fetcher:
         if silent or (error is not None and not isinstance(error, NotFoundError)):
             self._directory.avoid(holder)
         elif (plan.is_exhausted or error is not None) and fetch.present < len(claimed):
-            self._directory.has_not(holder, pool_id, claimed[fetch.present :])
+            self._directory.has_not(holder, fetch.session.pool.family_id, claimed[fetch.present :])

@@ -13,12 +13,15 @@ import numpy as np
 from kvsieve.v1 import peer_pb2 as pb
 from kvsieve_store.errors import InvalidRequestError, NotFoundError, UnavailableError
 from kvsieve_store.peers.coming import MAX_COMING, MAX_COMING_OFFERS, Coming
+from kvsieve_store.peers.families import offered_pool
 from kvsieve_store.peers.holds import Holds
 from kvsieve_store.peers.plane import SHORT_BYTES, DataPlane
 from kvsieve_store.peers.threads import in_thread
 from kvsieve_store.peers.waits import BlockWaits
 from kvsieve_store.protocol.layers import LayerOrder
 from kvsieve_store.protocol.limits import KEY_BYTES, MAX_LEASE_MS, MAX_MATCH_KEYS
+from kvsieve_store.protocol.slot_map import SlotMap
+from kvsieve_store.protocol.spec import PoolSpec
 from kvsieve_store.server.core import Core, InnerSession
 from kvsieve_store.state.arrays import as_keys
 from kvsieve_store.transport.exports import Growing
@@ -66,14 +69,15 @@ class Offers:
         if request.wait_ms > MAX_WAIT_MS:
             raise InvalidRequestError(f"wait_ms: {request.wait_ms} given, 0 to {MAX_WAIT_MS} allowed")
         as_keys("keys", request.keys, 1, MAX_MATCH_KEYS)  # before it waits for one of them
-        spec = core.state.spec_of(request.pool_id)
+        spec, slot_map = offered_pool(core.state, request)
+        pool_id = spec.pool_id()
         if request.wait_ms:
-            await self._wait(request, peer)
+            await self._wait(request, spec, peer)
         session = core.open_inner_session(spec, "peer (offer)")
         try:
             leased = core.now() + MAX_LEASE_MS / 1000
             match, coming = core.state.match_coming(
-                session.session_id, request.keys, MAX_LEASE_MS, self._most_coming(request), core.now()
+                session.session_id, request.keys, MAX_LEASE_MS, self._most_coming(request, spec), core.now()
             )
             sealed, writing = len(match.slots), len(coming)
             if not sealed + writing:
@@ -96,8 +100,7 @@ class Offers:
                 offer.coming = Coming(
                     core, plane, session, token, offered[sealed * KEY_BYTES :], coming.slots, growing
                 )
-            size, offsets = layout.slot_bytes, offsets[:sealed]
-            digests = await self._digests(token, offsets, size) if request.digests else b""
+            digests = await self._digests(token, offsets[:sealed], slot_map) if request.digests else b""
         except BaseException:
             self.withdraw(token)
             raise
@@ -108,11 +111,13 @@ class Offers:
             slot_bytes=layout.slot_bytes,
             description=plane.description.pack(),
             digests=digests,
+            pool=spec.to_proto() if pool_id != request.pool_id else None,
             coming=writing,
         )
 
-    def _most_coming(self, request: pb.OfferRequest) -> int:
-        if not request.coming or LayerOrder.of(self._core.state.spec_of(request.pool_id)) is None:
+    def _most_coming(self, request: pb.OfferRequest, spec: PoolSpec) -> int:
+        """None of a pool with another TP size than that which asks has."""
+        if not request.coming or spec.pool_id() != request.pool_id or LayerOrder.of(spec) is None:
             return 0
         with_some = sum(offer.coming is not None for offer in self._offers.values())
         return MAX_COMING if with_some < MAX_COMING_OFFERS else 0
@@ -130,36 +135,36 @@ class Offers:
             if offer.coming is not None and offer.session.session.pool_id == pool_id:
                 offer.coming.touch()
 
-    async def _digests(self, token: bytes, offsets: U64Array, size: int) -> bytes:
-        plane = self._plane
-        if len(offsets) * size <= SHORT_BYTES:
-            return plane.digests(offsets, size)
+    async def _digests(self, token: bytes, offsets: U64Array, slot_map: SlotMap) -> bytes:
+        plane, at, lengths = self._plane, slot_map.source, slot_map.length
+        if len(offsets) * slot_map.target_bytes <= SHORT_BYTES:
+            return plane.digests(offsets, at, lengths)
         # Counts as reading: the blocks stay until the thread is done with them.
         export = plane.exports.begin(token)
         try:
-            return await in_thread(plane.hashers, partial(plane.digests, offsets, size))
+            return await in_thread(plane.hashers, partial(plane.digests, offsets, at, lengths))
         finally:
             plane.exports.end(export)
 
-    async def _wait(self, request: pb.OfferRequest, peer: str) -> None:
+    async def _wait(self, request: pb.OfferRequest, spec: PoolSpec, peer: str) -> None:
         """Until the first key is sealed, or being written for who takes that, or the time is over."""
+        pool_id, first, state = spec.pool_id(), request.keys[:KEY_BYTES], self._core.state
+
+        def has_first() -> bool:
+            is_coming = self._most_coming(request, spec) > 0 and state.is_coming(pool_id, first)
+            return is_coming or state.has(pool_id, first)
+
         with suppress(TimeoutError):
             async with asyncio.timeout(request.wait_ms / 1000):
-                while not self._has_first(request):
+                while not has_first():
                     came = asyncio.Event()
-                    wait = self.waits.begin(request.pool_id, request.keys[:KEY_BYTES], peer, came.set)
+                    wait = self.waits.begin(pool_id, first, peer, came.set)
                     try:
                         await came.wait()
                     finally:
                         self.waits.end(wait)
                     if self._core.why_not_ready():
                         return
-
-    def _has_first(self, request: pb.OfferRequest) -> bool:
-        first, state = request.keys[:KEY_BYTES], self._core.state
-        return state.has(request.pool_id, first) or (
-            self._most_coming(request) > 0 and state.is_coming(request.pool_id, first)
-        )
 
     def renew(self, token: bytes, lease_ms: int) -> None:
         """The offer lasts so much longer from now on, but no longer than the blocks are leased. Raises what

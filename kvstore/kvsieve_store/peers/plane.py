@@ -72,18 +72,22 @@ class DataPlane:
         """Peers' connections now."""
         return sum(listener.links for listener in self._listeners)
 
-    def digest(self, offset: int, size: int) -> bytes:
-        """BLAKE3 of `size` bytes at `offset` of the memory, 32 bytes."""
-        return self.hash_more(blake3(), offset, size).digest()
-
     def hash_more(self, hasher: blake3, offset: int, size: int) -> blake3:
         """Adds bytes of the memory to a hash."""
         (view,) = self.memory.slices(np.array([offset], np.uint64), np.array([size], np.uint64))
         return hasher.update(view)
 
-    def digests(self, offsets: U64Array, size: int) -> bytes:
-        """digest() of each, end to end. Blocks."""
-        return b"".join(self.digest(int(offset), size) for offset in offsets)
+    def digest(self, offset: int, at: U64Array, lengths: U64Array) -> bytes:
+        """BLAKE3 of the pieces of a slot at `offset` of the memory, end to end, 32 bytes.
+
+        at, lengths: [n] uint64, of each piece: offset in the slot, and bytes.
+        """
+        views = self.memory.slices(at + np.uint64(offset), lengths)
+        return blake3(views[0] if len(views) == 1 else b"".join(views)).digest()
+
+    def digests(self, offsets: U64Array, at: U64Array, lengths: U64Array) -> bytes:
+        """digest() of each slot, end to end. Blocks."""
+        return b"".join(self.digest(offset, at, lengths) for offset in offsets.tolist())
 
     def close(self) -> None:
         """Ends all connections; blocks until nobody touches the arena any more."""

@@ -27,6 +27,7 @@ from kvsieve_store.errors import (
     NotFoundError,
     UnavailableError,
 )
+from kvsieve_store.peers.families import map_of_offer
 from kvsieve_store.peers.following import Following
 from kvsieve_store.peers.links import PeerLinks
 from kvsieve_store.peers.plan import PullPlan
@@ -34,6 +35,7 @@ from kvsieve_store.peers.plane import DIGEST_BYTES, SHORT_BYTES, DataPlane
 from kvsieve_store.peers.threads import in_thread
 from kvsieve_store.protocol.layers import LayerOrder
 from kvsieve_store.protocol.limits import KEY_BYTES, MAX_BATCH
+from kvsieve_store.protocol.slot_map import SlotMap
 from kvsieve_store.server.core import Core, InnerSession
 from kvsieve_store.state import Grant
 from kvsieve_store.transport.description import Description
@@ -82,6 +84,8 @@ _PEER_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 2_500),
     ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 2_500),
+    # The former is for TCP; a peer that hangs, but whose kernel answers, is noticed by this one.
+    ("grpc.http2.ping_timeout_ms", 2_500),
 )
 
 NO_KEY = bytes(KEY_BYTES)
@@ -133,6 +137,7 @@ class Pull:
         self._order = LayerOrder.of(inner.session.pool.spec)
         self._backoff = Backoff(random.Random())
         slot_bytes = inner.layout.slot_bytes
+        self._map = SlotMap.whole(slot_bytes)
         batch = max(1, min(BATCH_BYTES // slot_bytes, MAX_BATCH))
         self.plan = PullPlan(len(keys), batch=batch, attempts=1 if is_fetch else ATTEMPTS)
         self.error: KVSieveError | None = None
@@ -264,6 +269,7 @@ class Pull:
             lease_ms=OFFER_MS,
             digests=True,
             wait_ms=int(wait * 1000),
+            pool=self._inner.session.pool.spec.to_proto(),
             coming=wait > 0 and self._order is not None,
         )
         slot_bytes = self._inner.layout.slot_bytes
@@ -275,16 +281,17 @@ class Pull:
         offer = self._offer = await asyncio.shield(self._offering)
         self._offering = None
         if offer.blocks or offer.coming:
+            self._map = map_of_offer(offer, self._inner.session.pool.spec)
             if not (
                 offer.blocks + offer.coming <= len(self._keys) - self._first
-                and (request.coming or not offer.coming)
-                and offer.slot_bytes == slot_bytes
+                and ((request.coming and not offer.HasField("pool")) or not offer.coming)
+                and offer.slot_bytes == self._map.source_bytes
                 and len(offer.digests) == offer.blocks * DIGEST_BYTES
                 and len(offer.token) == 16
             ):
                 raise InvalidRequestError(
                     f"offer: {offer.blocks} blocks of {offer.slot_bytes} bytes and {offer.coming} coming, "
-                    f"{len(offer.digests)} bytes of digests; {slot_bytes} bytes a block expected"
+                    f"{len(offer.digests)} bytes of digests; {self._map.source_bytes} bytes a block expected"
                 )
             self._description = Description.of(offer.description)
             self._renewing = asyncio.ensure_future(self._renew(offer.token))
@@ -305,10 +312,9 @@ class Pull:
         try:
             at = plan.present - self._first
             size = self._inner.layout.slot_bytes
-            ranges = np.zeros((count, 3), np.uint64)
-            ranges[:, 0] = np.arange(at, at + count)
-            ranges[:, 2] = size
-            into = self._inner.layout.slot_addresses(grant.slots)
+            slots = self._inner.layout.slot_addresses(grant.slots)
+            ranges, places = self._map.ranges(at, count)
+            into = np.repeat(slots, len(ranges) // count) + places
             assert self._description is not None
             try:
                 await self._links.read(
@@ -317,7 +323,7 @@ class Pull:
             except NotFoundError as error:  # the offer has run out: it is asked for anew
                 raise UnavailableError(str(error)) from None
             wanted = self._offer.digests[at * DIGEST_BYTES : (at + count) * DIGEST_BYTES]
-            check = partial(_sound, self._plane, into, size, wanted)
+            check = partial(_sound, self._plane, slots, self._map, wanted)
             good = check() if count * size <= SHORT_BYTES else await in_thread(self._plane.hashers, check)
         except BaseException:
             core.give_back_inner(self._inner, grant)
@@ -438,9 +444,10 @@ class Pull:
             raise call_error(error, name, self.source) from None
 
 
-def _sound(plane: DataPlane, offsets: U64Array, size: int, wanted: bytes) -> int:
+def _sound(plane: DataPlane, slots: U64Array, slot_map: SlotMap, wanted: bytes) -> int:
     """How many blocks, from the first on, have the digests that they should have."""
-    for i, offset in enumerate(offsets.tolist()):
-        if plane.digest(offset, size) != wanted[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]:
+    at, lengths = slot_map.target_runs()
+    for i, slot in enumerate(slots.tolist()):
+        if plane.digest(slot, at, lengths) != wanted[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]:
             return i
-    return len(offsets)
+    return len(slots)

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from kvsieve.v1 import peer_pb2 as pb
-from kvsieve_store.addresses import TcpAddress, UnixAddress, parse_address
+from kvsieve_store.address_patterns import allows
+from kvsieve_store.addresses import UnixAddress, parse_address
 from kvsieve_store.errors import CapacityError, InvalidRequestError, KVSieveError, UnavailableError
 from kvsieve_store.peers.links import PeerLinks
 from kvsieve_store.peers.plan import PullPlan
@@ -17,6 +18,11 @@ from kvsieve_store.server.core import Core
 from kvsieve_store.state import Session
 
 MAX_PULLS = 256
+"""Under way at a time, with those that give a peer its blocks back."""
+
+MAX_PULLS_PER_SESSION = 96
+"""Of these. An engine has 64 hand-offs at a time; they can wait for minutes, and others have to go on."""
+
 MAX_SOURCE = 256
 MAX_TIMEOUT_MS = 600_000
 
@@ -27,9 +33,10 @@ class Puller:
 
     def __init__(self, core: Core, plane: DataPlane, links: PeerLinks) -> None:
         self._core = core
+        self._allowed = core.settings.peer_patterns
         self._common = Common(core, plane, links)
         self._running: dict[asyncio.Timeout, tuple[Session, Pull]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: dict[asyncio.Task[None], Session] = {}
 
     @property
     def pulls(self) -> int:
@@ -59,12 +66,11 @@ class Puller:
         last error of the peer.
 
         is_fetch: from a store that the directory named: it is tried once, and what is held there for a
-        hand-off stays held. Raises InvalidRequestError (source), CapacityError, UnavailableError (this store
-        is not ready).
+        hand-off stays held; peer_allow need not name it. Raises InvalidRequestError (source), CapacityError,
+        UnavailableError (this store is not ready).
         """
-        target = self._target(request.source)
-        if self.pulls + len(self._closing) >= MAX_PULLS:
-            raise CapacityError(f"pulls: {MAX_PULLS} are under way, the most; try again later")
+        target = self._target(request.source, is_fetch)
+        self._check_room(session)
         inner = self._core.open_inner_session(session.pool.spec, f"peer (pull from {request.source})")
         pull = Pull(self._common, inner, target, keys, request, is_fetch)
         deadline = asyncio.timeout(request.timeout_ms / 1000)
@@ -82,8 +88,8 @@ class Puller:
             del self._running[deadline]
             # Behind the answer: nobody who waits for these blocks waits for the peer to have its own back.
             closing = asyncio.create_task(pull.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._closing[closing] = session
+            closing.add_done_callback(self._closing.__delitem__)
         return pull.plan, pull.error
 
     def coming(self, pool_id: bytes, key: bytes) -> asyncio.Event | None:
@@ -106,7 +112,17 @@ class Puller:
         if self._closing:
             await asyncio.wait(self._closing)
 
-    def _target(self, source: str) -> str:
+    def _check_room(self, session: Session) -> None:
+        """Raises CapacityError."""
+        owners = [owner for owner, _ in self._running.values()] + list(self._closing.values())
+        if owners.count(session) >= MAX_PULLS_PER_SESSION:
+            raise CapacityError(
+                f"pulls: {MAX_PULLS_PER_SESSION} of this session are under way, the most; try again later"
+            )
+        if len(owners) >= MAX_PULLS:
+            raise CapacityError(f"pulls: {MAX_PULLS} are under way, the most; try again later")
+
+    def _target(self, source: str, is_fetch: bool) -> str:
         """What gRPC connects to. Raises InvalidRequestError."""
         if not 1 <= len(source) <= MAX_SOURCE:
             raise InvalidRequestError(f"source: {len(source)} characters given, 1 to {MAX_SOURCE} allowed")
@@ -114,15 +130,20 @@ class Puller:
             address = parse_address(source)
         except ValueError as error:
             raise InvalidRequestError(f"source: {error}") from None
+        # Whoever sends requests to an engine may have chosen it.
+        if not is_fetch and not allows(self._allowed, address):
+            raise InvalidRequestError(
+                f"source: {source} is none of the stores in peer_allow; to pull from there start this store "
+                f"with --peer-allow {source}"
+            )
         if isinstance(address, UnixAddress):
             return address.grpc_target
-        assert isinstance(address, TcpAddress)
         if not address.is_loopback and not self._core.settings.allow_insecure_tcp:
             raise InvalidRequestError(
                 f"source: {source} is not a loopback address, and TCP here is neither encrypted nor "
                 "authenticated; to pull from there all the same start the store with --allow-insecure-tcp"
             )
-        return address.host_port
+        return f"dns:///{address.host_port}"
 
 
 def keys_of(request: pb.PullRequest) -> list[bytes]:

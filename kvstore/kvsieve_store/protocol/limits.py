@@ -30,6 +30,13 @@ MAX_PLANES = 16
 MAX_LAYERS = 1_024
 """Layers of a plane."""
 
+MAX_HEADS = 4_096
+"""KV heads of a plane."""
+
+MIN_RUN_BYTES = 4_096
+"""Of a head, in a row: a plane with shorter runs is not cut for another TP size. A request has at most 1,024
+ranges, so that 4 MiB and more go with each."""
+
 DEFAULT_DRAIN_MS = 30_000
 """How long Drain waits for leases when it is not told."""
 

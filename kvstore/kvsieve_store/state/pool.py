@@ -45,6 +45,7 @@ class Pool:
         slots = arena_extents * layout.slots_per_extent
         self.spec = spec
         self.pool_id = spec.pool_id()
+        self.family_id = spec.family_id()
         self.layout = layout
         self.quota = quota
         self.extents: list[int] = []
@@ -172,7 +173,7 @@ class Pool:
         self.counters.sealed_blocks += len(new)
         self.counters.duplicate_blocks += len(slots) - len(new)
         if self._changes is not None and len(new):
-            self._changes.sealed(self.pool_id, keys[fresh].tobytes())
+            self._changes.sealed(self.family_id, keys[fresh].tobytes())
         return np.where(fresh, SEAL_SEALED, SEAL_DUPLICATE).astype(np.uint8)
 
     def _link(self, new: SlotArray, parents: KeyArray) -> None:
@@ -296,7 +297,7 @@ class Pool:
 
     def _forget(self, slots: SlotArray) -> None:
         if self._changes is not None and len(slots):
-            self._changes.dropped(self.pool_id, self.table.key[slots].tobytes())
+            self._changes.dropped(self.family_id, self.table.key[slots].tobytes())
         self.index.remove(slots)
         self.table.free(slots)
         self._free.push(slots)

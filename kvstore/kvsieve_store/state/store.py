@@ -162,6 +162,11 @@ class StoreState:
                 return pool.spec
         raise NotFoundError(f"pool_id: there is no pool {pool_id[:32].hex()!r}")
 
+    def spec_named(self, name: str) -> PoolSpec | None:
+        """The spec of the pool of this name, if there is one."""
+        pool = self._pools.get(name)
+        return pool.spec if pool is not None else None
+
     # Blocks
 
     def has(self, pool_id: bytes, key: bytes) -> bool:
@@ -171,17 +176,16 @@ class StoreState:
 
     def is_coming(self, pool_id: bytes, key: bytes) -> bool:
         """Whether a slot of the pool is being written under the key."""
-        wanted = as_keys("keys", key, 1, 1)
-        pools = self._pools.values()
+        pools, wanted = self._pools.values(), as_keys("keys", key, 1, 1)
         return any(pool.pool_id == pool_id and pool.announced.find_prefix(wanted, 1) for pool in pools)
 
     def walk(self) -> Iterator[tuple[bytes, bytes]]:
-        """Pool id and keys of all sealed blocks, an extent a time: those that are there when it is its turn.
-        The state may change between two extents; a block that is sealed meanwhile may be left out."""
+        """Family id and keys of all sealed blocks, an extent a time: those that are there when it is its
+        turn. The state may change between two extents; a block that is sealed meanwhile may be left out."""
         for pool in list(self._pools.values()):
             for extent in list(pool.extents):
                 if len(keys := pool.sealed_keys(extent)):
-                    yield pool.pool_id, keys.tobytes()
+                    yield pool.family_id, keys.tobytes()
 
     def match(self, session_id: bytes, keys: bytes, lease_ms: int, now: float) -> Match:
         """Longest sealed prefix of `keys`, leased for `lease_ms` milliseconds (0: not leased).
@@ -193,9 +197,8 @@ class StoreState:
     def match_coming(
         self, session_id: bytes, keys: bytes, lease_ms: int, most: int, now: float
     ) -> tuple[Match, Grant]:
-        """match(), and the slots that are being written for up to `most` of the keys behind, in the same
-        lease: such a slot is not granted again before the lease ends, whatever its writer does. Not for the
-        session that writes them; lease_ms 0 finds none."""
+        """match(), and in the same lease the slots that other sessions write for up to `most` of the keys
+        behind: none is granted again before it ends, whatever its writer does. lease_ms 0 finds none."""
         self._check_serving()
         session = self._sessions.get(session_id)
         wanted = as_keys("keys", keys, 1, MAX_MATCH_KEYS)
@@ -203,11 +206,10 @@ class StoreState:
         pool = session.pool
         slots = pool.find_prefix(wanted)
         more = pool.announced.find_prefix(wanted[len(slots) :], most if lease_ms else 0)
-        coming = np.array(more, np.intp)
+        coming, generation = np.array(more, np.intp), pool.table.generation
         lease_id = self._lease(session, np.append(slots, coming) if more else slots, lease_ms, now)
         pool.visit(slots, len(wanted))
         _seen(session, now)
-        generation = pool.table.generation
         match = Match(slots.astype(np.uint32), generation[slots], lease_id)
         return match, Grant(coming.astype(np.uint32), generation[coming])
 
@@ -326,10 +328,9 @@ class StoreState:
             pool.unlease(lease.slots)
             pool.counters.expired_leases += 1
         for pool in list(self._pools.values()):
+            self._keep_free(pool)
             if pool.idle:
                 self._remove_pool(pool)
-            else:
-                self._keep_free(pool)
         limit = now - self._settings.session_timeout
         return [session.session_id for session in self._sessions.attached() if session.last_seen < limit]
 

@@ -22,39 +22,40 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kvsieve.v1 import store_pb2 as kvsieve_dot_v1_dot_store__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvsieve/v1/peer.proto\x12\nkvsieve.v1\"q\n\x0cOfferRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\x0f\n\x07\x64igests\x18\x04 \x01(\x08\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\x12\x0e\n\x06\x63oming\x18\x07 \x01(\x08\"x\n\rOfferResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x05 \x01(\x0c\x12\x0e\n\x06\x63oming\x18\x07 \x01(\r\"h\n\rFollowRequest\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x0c\n\x04\x64one\x18\x02 \x01(\r\x12\x0c\n\x04seen\x18\x03 \x01(\r\x12\x0c\n\x04step\x18\x04 \x01(\r\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\x12\r\n\x05known\x18\x06 \x01(\r\"1\n\x0e\x46ollowResponse\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\"/\n\x0cRenewRequest\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\x0f\n\rRenewResponse\"/\n\x0fWithdrawRequest\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\r\n\x05taken\x18\x02 \x01(\r\"\x12\n\x10WithdrawResponse\"t\n\x0bPullRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x0e\n\x06parent\x18\x04 \x01(\x0c\x12\x12\n\ntimeout_ms\x18\x05 \x01(\r\x12\x0f\n\x07wait_ms\x18\x06 \x01(\r\"P\n\x0cPullResponse\x12\x0f\n\x07present\x18\x01 \x01(\r\x12\x0e\n\x06pulled\x18\x02 \x01(\r\x12\x0f\n\x07\x64\x61maged\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\"@\n\x0bHoldRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x0f\n\x07hold_ms\x18\x03 \x01(\r\"\x1c\n\x0cHoldResponse\x12\x0c\n\x04held\x18\x01 \x01(\r2\x80\x03\n\x04Peer\x12<\n\x05Offer\x12\x18.kvsieve.v1.OfferRequest\x1a\x19.kvsieve.v1.OfferResponse\x12?\n\x06\x46ollow\x12\x19.kvsieve.v1.FollowRequest\x1a\x1a.kvsieve.v1.FollowResponse\x12<\n\x05Renew\x12\x18.kvsieve.v1.RenewRequest\x1a\x19.kvsieve.v1.RenewResponse\x12\x45\n\x08Withdraw\x12\x1b.kvsieve.v1.WithdrawRequest\x1a\x1c.kvsieve.v1.WithdrawResponse\x12\x39\n\x04Pull\x12\x17.kvsieve.v1.PullRequest\x1a\x18.kvsieve.v1.PullResponse\x12\x39\n\x04Hold\x12\x17.kvsieve.v1.HoldRequest\x1a\x18.kvsieve.v1.HoldResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvsieve/v1/peer.proto\x12\nkvsieve.v1\x1a\x16kvsieve/v1/store.proto\"\x95\x01\n\x0cOfferRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\x0f\n\x07\x64igests\x18\x04 \x01(\x08\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\x12\"\n\x04pool\x18\x06 \x01(\x0b\x32\x14.kvsieve.v1.PoolSpec\x12\x0e\n\x06\x63oming\x18\x07 \x01(\x08\"\x9c\x01\n\rOfferResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x05 \x01(\x0c\x12\"\n\x04pool\x18\x06 \x01(\x0b\x32\x14.kvsieve.v1.PoolSpec\x12\x0e\n\x06\x63oming\x18\x07 \x01(\r\"h\n\rFollowRequest\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x0c\n\x04\x64one\x18\x02 \x01(\r\x12\x0c\n\x04seen\x18\x03 \x01(\r\x12\x0c\n\x04step\x18\x04 \x01(\r\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\x12\r\n\x05known\x18\x06 \x01(\r\"1\n\x0e\x46ollowResponse\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\"/\n\x0cRenewRequest\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\x0f\n\rRenewResponse\"/\n\x0fWithdrawRequest\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\r\n\x05taken\x18\x02 \x01(\r\"\x12\n\x10WithdrawResponse\"t\n\x0bPullRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x0e\n\x06parent\x18\x04 \x01(\x0c\x12\x12\n\ntimeout_ms\x18\x05 \x01(\r\x12\x0f\n\x07wait_ms\x18\x06 \x01(\r\"P\n\x0cPullResponse\x12\x0f\n\x07present\x18\x01 \x01(\r\x12\x0e\n\x06pulled\x18\x02 \x01(\r\x12\x0f\n\x07\x64\x61maged\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\"@\n\x0bHoldRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x0f\n\x07hold_ms\x18\x03 \x01(\r\"\x1c\n\x0cHoldResponse\x12\x0c\n\x04held\x18\x01 \x01(\r2\x80\x03\n\x04Peer\x12<\n\x05Offer\x12\x18.kvsieve.v1.OfferRequest\x1a\x19.kvsieve.v1.OfferResponse\x12?\n\x06\x46ollow\x12\x19.kvsieve.v1.FollowRequest\x1a\x1a.kvsieve.v1.FollowResponse\x12<\n\x05Renew\x12\x18.kvsieve.v1.RenewRequest\x1a\x19.kvsieve.v1.RenewResponse\x12\x45\n\x08Withdraw\x12\x1b.kvsieve.v1.WithdrawRequest\x1a\x1c.kvsieve.v1.WithdrawResponse\x12\x39\n\x04Pull\x12\x17.kvsieve.v1.PullRequest\x1a\x18.kvsieve.v1.PullResponse\x12\x39\n\x04Hold\x12\x17.kvsieve.v1.HoldRequest\x1a\x18.kvsieve.v1.HoldResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvsieve.v1.peer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OFFERREQUEST']._serialized_start=37
-  _globals['_OFFERREQUEST']._serialized_end=150
-  _globals['_OFFERRESPONSE']._serialized_start=152
-  _globals['_OFFERRESPONSE']._serialized_end=272
-  _globals['_FOLLOWREQUEST']._serialized_start=274
-  _globals['_FOLLOWREQUEST']._serialized_end=378
-  _globals['_FOLLOWRESPONSE']._serialized_start=380
-  _globals['_FOLLOWRESPONSE']._serialized_end=429
-  _globals['_RENEWREQUEST']._serialized_start=431
-  _globals['_RENEWREQUEST']._serialized_end=478
-  _globals['_RENEWRESPONSE']._serialized_start=480
-  _globals['_RENEWRESPONSE']._serialized_end=495
-  _globals['_WITHDRAWREQUEST']._serialized_start=497
-  _globals['_WITHDRAWREQUEST']._serialized_end=544
-  _globals['_WITHDRAWRESPONSE']._serialized_start=546
-  _globals['_WITHDRAWRESPONSE']._serialized_end=564
-  _globals['_PULLREQUEST']._serialized_start=566
-  _globals['_PULLREQUEST']._serialized_end=682
-  _globals['_PULLRESPONSE']._serialized_start=684
-  _globals['_PULLRESPONSE']._serialized_end=764
-  _globals['_HOLDREQUEST']._serialized_start=766
-  _globals['_HOLDREQUEST']._serialized_end=830
-  _globals['_HOLDRESPONSE']._serialized_start=832
-  _globals['_HOLDRESPONSE']._serialized_end=860
-  _globals['_PEER']._serialized_start=863
-  _globals['_PEER']._serialized_end=1247
+  _globals['_OFFERREQUEST']._serialized_start=62
+  _globals['_OFFERREQUEST']._serialized_end=211
+  _globals['_OFFERRESPONSE']._serialized_start=214
+  _globals['_OFFERRESPONSE']._serialized_end=370
+  _globals['_FOLLOWREQUEST']._serialized_start=372
+  _globals['_FOLLOWREQUEST']._serialized_end=476
+  _globals['_FOLLOWRESPONSE']._serialized_start=478
+  _globals['_FOLLOWRESPONSE']._serialized_end=527
+  _globals['_RENEWREQUEST']._serialized_start=529
+  _globals['_RENEWREQUEST']._serialized_end=576
+  _globals['_RENEWRESPONSE']._serialized_start=578
+  _globals['_RENEWRESPONSE']._serialized_end=593
+  _globals['_WITHDRAWREQUEST']._serialized_start=595
+  _globals['_WITHDRAWREQUEST']._serialized_end=642
+  _globals['_WITHDRAWRESPONSE']._serialized_start=644
+  _globals['_WITHDRAWRESPONSE']._serialized_end=662
+  _globals['_PULLREQUEST']._serialized_start=664
+  _globals['_PULLREQUEST']._serialized_end=780
+  _globals['_PULLRESPONSE']._serialized_start=782
+  _globals['_PULLRESPONSE']._serialized_end=862
+  _globals['_HOLDREQUEST']._serialized_start=864
+  _globals['_HOLDREQUEST']._serialized_end=928
+  _globals['_HOLDRESPONSE']._serialized_start=930
+  _globals['_HOLDRESPONSE']._serialized_end=958
+  _globals['_PEER']._serialized_start=961
+  _globals['_PEER']._serialized_end=1345
 # @@protoc_insertion_point(module_scope)

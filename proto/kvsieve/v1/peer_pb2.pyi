@@ -1,42 +1,47 @@
+from kvsieve.v1 import store_pb2 as _store_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class OfferRequest(_message.Message):
-    __slots__ = ("pool_id", "keys", "lease_ms", "digests", "wait_ms", "coming")
+    __slots__ = ("pool_id", "keys", "lease_ms", "digests", "wait_ms", "pool", "coming")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     COMING_FIELD_NUMBER: _ClassVar[int]
     pool_id: bytes
     keys: bytes
     lease_ms: int
     digests: bool
     wait_ms: int
+    pool: _store_pb2.PoolSpec
     coming: bool
-    def __init__(self, pool_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., digests: bool = ..., wait_ms: _Optional[int] = ..., coming: bool = ...) -> None: ...
+    def __init__(self, pool_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., digests: bool = ..., wait_ms: _Optional[int] = ..., pool: _Optional[_Union[_store_pb2.PoolSpec, _Mapping]] = ..., coming: bool = ...) -> None: ...
 
 class OfferResponse(_message.Message):
-    __slots__ = ("blocks", "token", "slot_bytes", "description", "digests", "coming")
+    __slots__ = ("blocks", "token", "slot_bytes", "description", "digests", "pool", "coming")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     COMING_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     token: bytes
     slot_bytes: int
     description: bytes
     digests: bytes
+    pool: _store_pb2.PoolSpec
     coming: int
-    def __init__(self, blocks: _Optional[int] = ..., token: _Optional[bytes] = ..., slot_bytes: _Optional[int] = ..., description: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., coming: _Optional[int] = ...) -> None: ...
+    def __init__(self, blocks: _Optional[int] = ..., token: _Optional[bytes] = ..., slot_bytes: _Optional[int] = ..., description: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., pool: _Optional[_Union[_store_pb2.PoolSpec, _Mapping]] = ..., coming: _Optional[int] = ...) -> None: ...
 
 class FollowRequest(_message.Message):
     __slots__ = ("token", "done", "seen", "step", "wait_ms", "known")

@@ -71,8 +71,8 @@ class PeerServicer(object):
 
     def Offer(self, request, context):
         """Leases blocks for another store, and lets it read them until the offer is withdrawn or runs out.
-        Errors: INVALID_ARGUMENT (a field), NOT_FOUND (no such pool), RESOURCE_EXHAUSTED (too many offers or
-        sessions), UNAVAILABLE (the store serves no peers, prefaults or drains).
+        Errors: INVALID_ARGUMENT (a field), NOT_FOUND (no such pool, or one that differs in more than its TP size),
+        RESOURCE_EXHAUSTED (too many offers or sessions), UNAVAILABLE (the store serves no peers, prefaults or drains).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -17,14 +17,18 @@ SEAL_STATUS_SEALED: SealStatus
 SEAL_STATUS_DUPLICATE: SealStatus
 
 class Plane(_message.Message):
-    __slots__ = ("name", "layer_bytes", "shards")
+    __slots__ = ("name", "layer_bytes", "shards", "heads", "head_runs")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAYER_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_RUNS_FIELD_NUMBER: _ClassVar[int]
     name: str
     layer_bytes: _containers.RepeatedScalarFieldContainer[int]
     shards: int
-    def __init__(self, name: _Optional[str] = ..., layer_bytes: _Optional[_Iterable[int]] = ..., shards: _Optional[int] = ...) -> None: ...
+    heads: int
+    head_runs: int
+    def __init__(self, name: _Optional[str] = ..., layer_bytes: _Optional[_Iterable[int]] = ..., shards: _Optional[int] = ..., heads: _Optional[int] = ..., head_runs: _Optional[int] = ...) -> None: ...
 
 class PoolSpec(_message.Message):
     __slots__ = ("name", "model", "dtype", "block_tokens", "hash_algo", "hash_seed", "layout", "tp_size", "planes")

@@ -30,7 +30,11 @@ TLS = "^sm"
 """Transports of UCX: all that are there, but for its shared memory. A store of the same host is read by
 mapping its arena."""
 
-SETTINGS: Mapping[str, str] = {
+_SETTINGS: Mapping[str, str] = {
+    # For peers in shared memory: a process that is gone is found out within about 3 s.
+    "KEEPALIVE_INTERVAL": "1s",
+}
+TCP_SETTINGS: Mapping[str, str] = {
     # 8 KiB fragments, the default, make UCX slower than a plain socket.
     "TCP_TX_SEG_SIZE": "256K",
     "TCP_RX_SEG_SIZE": "512K",
@@ -38,12 +42,27 @@ SETTINGS: Mapping[str, str] = {
     "TCP_KEEPIDLE": "1s",
     "TCP_KEEPINTVL": "1s",
     "TCP_KEEPCNT": "2",
-    # The same for peers in shared memory.
-    "KEEPALIVE_INTERVAL": "1s",
+}
+_MM_SETTINGS: Mapping[str, str] = {
     # Without it, endpoints that report errors do not use shared memory.
     "MM_ERROR_HANDLING": "y",
 }
-"""Of UCX, for this context only: the process may have others, an inference engine's."""
+_MM = {"posix", "sysv", "xpmem"}
+_MM_ALIASES = {"sm", "shm", "mm"}
+
+
+def settings_of(tls: str) -> dict[str, str]:
+    """Settings of UCX for this context only: the process may have others, an inference engine's.
+
+    tls: as UCX_TLS. Of a transport that it leaves out none is set: UCX would warn on stderr.
+    """
+    names = set(tls.removeprefix("^").split(","))
+    if tls.startswith("^"):
+        tcp, mm = "tcp" not in names, not (names & _MM_ALIASES or names >= _MM)
+    else:
+        tcp, mm = bool(names & {"all", "tcp"}), bool(names & ({"all"} | _MM_ALIASES | _MM))
+    return {"TLS": tls, **_SETTINGS, **(TCP_SETTINGS if tcp else {}), **(_MM_SETTINGS if mm else {})}
+
 
 _EVENTS = 64
 _CANCELED = -16
@@ -93,7 +112,7 @@ class Engine:
     """
 
     def __init__(self, tls: str = TLS, settings: Mapping[str, str] | None = None) -> None:
-        """tls: transports that UCX may use, as UCX_TLS. settings: others of UCX, on top of SETTINGS.
+        """tls: transports that UCX may use, as UCX_TLS. settings: others of UCX, on top of settings_of().
 
         Raises UnavailableError.
         """
@@ -106,7 +125,7 @@ class Engine:
         self._registered: dict[Memory, list[int]] = {}
         self._closing = False
         self._opened: Future[None] = Future()
-        self._settings = {"TLS": tls, **SETTINGS, **(settings or {})}
+        self._settings = {**settings_of(tls), **(settings or {})}
         self._thread = threading.Thread(target=self._run, name="kvsieve-ucx", daemon=True)
         self._thread.start()
         self._opened.result()
