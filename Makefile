@@ -33,8 +33,8 @@ pd: $(VENV)/.engine ## Prefill and decode on two engines and two stores, with th
 test-pd: $(VENV)/.engine ## Run the tests of prefill/decode disaggregation: two hosts, faults. As root; a few minutes.
 	@$(PYTEST) tests/pd tests/proxy tests/two_hosts $(ARGS)
 
-test: $(VENV)/.engine ## Run the whole test suite.
-	@$(PYTEST) $(ARGS)
+test: $(VENV)/.engine ## Run the whole test suite: real engines beside everything else, on two cores.
+	@$(PYTEST) -n 2 --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.dev ## Check style, types, the import rule and the generated code.
 	$(BIN)/ruff check

@@ -35,6 +35,16 @@ os.environ.update(
 os.environ.pop("KVSIEVE_TEST_MODELS", None)  # the store refuses KVSIEVE_ variables that it does not know
 
 
+ENGINES = [ROOT / "tests" / folder for folder in ("engine", "fault", "pd", "two_hosts")]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Real engines run one after the other: side by side they would starve on two cores."""
+    for item in items:
+        if any(folder in item.path.parents for folder in ENGINES):
+            item.add_marker(pytest.mark.xdist_group("engines"))
+
+
 def free_port() -> int:
     """A TCP port of the loopback interface that nothing listens on."""
     with socket.socket() as s:

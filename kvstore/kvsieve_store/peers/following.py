@@ -1,4 +1,4 @@
-"""Following: blocks that another store is still being written, read layer by layer."""
+"""Following: blocks that are still being written at another store, read layer by layer."""
 
 from __future__ import annotations
 
