@@ -67,9 +67,9 @@ BAD: list[tuple[str, dict[str, Any], str, list[Any]]] = [
     ("take_credits", {}, "n", NO_COUNTS),
 ]
 CASES = [
-    pytest.param(verb, {**good, field: value}, field, id=f"{verb} {field} {value!r:.40}")
+    pytest.param(verb, {**good, field: value}, field, id=f"{verb} {field} {n} {type(value).__name__}")
     for verb, good, field, values in BAD
-    for value in values
+    for n, value in enumerate(values)
 ]
 
 
