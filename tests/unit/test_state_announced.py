@@ -108,3 +108,22 @@ def test_an_ended_session_announces_nothing() -> None:
     with pytest.raises(NotFoundError):
         scene.announce(1)
     assert scene.coming(1)[1] == []
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_full_store_in_which_all_was_used_keeps_what_was_announced_for_a_while(announced: bool) -> None:
+    """Whoever comes for it has not been there yet; older blocks go before it."""
+    state = StoreState(settings(extents=2))
+    writer, reader = attach(state, name="writer"), attach(state, name="reader")
+    everything = writer.reserve(1000)
+    writer.release(grant=everything)
+    used = range(100, 100 + len(everything) - 3)
+    for number in used:
+        writer.save(number)
+        reader.match(number)
+    grant = writer.reserve(3)
+    if announced:
+        state.announce(writer.id, keys(1, 2, 3), grant.slots, grant.generations, 0.0)
+    writer.seal(grant, keys(1, 2, 3))
+    assert len(writer.reserve(3)) == 3
+    assert [has(state, number) for number in (1, 2, 3)] == [announced] * 3

@@ -43,6 +43,10 @@ class Announced:
             found.append(slot)
         return found
 
+    def among(self, slots: SlotArray) -> list[int]:
+        """Those of the slots that are in a pair."""
+        return [slot for slot in slots.tolist() if slot in self._keys]
+
     def drop_slots(self, slots: Iterable[int]) -> None:
         """Forgets the pairs of slots; others are skipped."""
         for slot in slots if self._keys else ():

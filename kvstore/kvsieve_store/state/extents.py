@@ -72,10 +72,10 @@ class ExtentLedger:
 
     def _victims(self, pool: Pool) -> list[Pool]:
         """Pools to take an extent from: unused ones, longest first, then those above their fair share."""
-        others = [other for other in self._pools() if other is not pool and other.extents]
+        others = [other for other in self._pools() if other is not pool]
         unused = sorted((other for other in others if not other.attached), key=lambda other: other.last_used)
         used = [other for other in others if other.attached]
-        fair = self.extents / (len(used) + 1)
+        fair = self.extents / (len(used) + 1)  # also for those that have none yet
         above = sorted(
             (other for other in used if len(other.extents) > fair), key=lambda other: -len(other.extents)
         )

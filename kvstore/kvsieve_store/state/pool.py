@@ -161,6 +161,8 @@ class Pool:
         """
         new, table = slots[fresh], self.table
         if self.announced:
+            # Somebody is about to come for them: where all is in use they would be the first to go.
+            table.visited[self.announced.among(new)] = 1
             self.announced.drop_keys(keys[fresh])
             self.announced.drop_slots(new.tolist())
         table.key[new] = keys[fresh]
