@@ -247,6 +247,5 @@ def departure_params(attachment: Attachment, tokens: int) -> dict[str, Any]:
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "kvsieve_store": attachment.peer_address,
-        "kvsieve_pool": attachment.pool_id.hex(),
         "kvsieve_tokens": tokens,
     }

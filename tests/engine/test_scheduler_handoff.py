@@ -29,7 +29,6 @@ def test_the_last_tokens_of_a_prompt_that_goes_on_elsewhere_are_saved_and_all_is
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "kvsieve_store": "10.0.0.7:9400",
-        "kvsieve_pool": bytes(32).hex(),
         "kvsieve_tokens": 2 * BLOCK + 3,
     }
     scene.half.take_report(WorkerReport(saved={order.job: 1 for order in (first, second, tail)}))
@@ -192,7 +191,8 @@ def test_a_prompt_that_the_gpu_has_waits_for_nothing() -> None:
 
 @pytest.mark.parametrize("pool", ["ab" * 32, "", 7])
 def test_which_pool_it_is_the_stores_find_out(pool: object) -> None:
-    """Engines of differing TP sizes have differing pools, and their stores know what else differs."""
+    """Engines of differing TP sizes have differing pools, and their stores know what else differs; an older
+    engine names its own."""
     scene = Scene()
     scene.half.on_new_request(scene.request("a", 2, **SOURCE, kvsieve_pool=pool))
     assert len(scene.client.pulls) == 1

@@ -43,7 +43,6 @@ def test_prefill_first(hosts: Hosts, plain: Engine, length: int) -> None:
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "kvsieve_store": prefill.address,
-        "kvsieve_pool": params["kvsieve_pool"],
         "kvsieve_tokens": covered,
     }
     before = decode.engine.computed

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
-import grpc
 import pytest
 
 from kvsieve.v1 import peer_pb2 as pb
-from kvsieve.v1 import peer_pb2_grpc
 from tests.peers.conftest import LAYERS, WAIT, Host
-from tests.peers.test_hostile_peers import OURS
+from tests.peers.liars import liar, refuses, same
 from tests.peers.writing import Writer
 from tests.protocol.client_stores import until
 
@@ -23,51 +20,6 @@ COUNT = 4
 @pytest.fixture
 def transport() -> str:
     return "tcp"
-
-
-class _Liar(peer_pb2_grpc.PeerServicer):
-    """Says what `source` says, changed."""
-
-    def __init__(self, source: Host, offer: Callable, follow: Callable) -> None:
-        self.source, self.offer, self.follow = source, offer, follow
-        self.follows = 0
-
-    def Offer(self, request: pb.OfferRequest, context: grpc.ServicerContext) -> pb.OfferResponse:
-        request.wait_ms = min(request.wait_ms, 100)
-        answer = self.source.peer.Offer(request)
-        self.offer(answer)
-        return answer
-
-    def Follow(self, request: pb.FollowRequest, context: grpc.ServicerContext) -> pb.FollowResponse:
-        self.follows += 1
-        request.wait_ms = min(request.wait_ms, 50)
-        answer = self.source.peer.Follow(request, timeout=WAIT)
-        self.follow(answer)
-        return answer
-
-    def Renew(self, request: pb.RenewRequest, context: grpc.ServicerContext) -> pb.RenewResponse:
-        return self.source.peer.Renew(request)
-
-    def Withdraw(self, request: pb.WithdrawRequest, context: grpc.ServicerContext) -> pb.WithdrawResponse:
-        return self.source.peer.Withdraw(request)
-
-
-@contextmanager
-def liar(source: Host, offer: Callable, follow: Callable) -> Iterator[tuple[str, _Liar]]:
-    """Its address, and it."""
-    server = grpc.server(ThreadPoolExecutor(4))
-    servicer = _Liar(source, offer, follow)
-    peer_pb2_grpc.add_PeerServicer_to_server(servicer, server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    try:
-        yield address, servicer
-    finally:
-        server.stop(0)
-
-
-def same(answer: object) -> None:
-    """No lie."""
 
 
 def layers(*numbers: int) -> Callable[[pb.FollowResponse], None]:
@@ -108,10 +60,7 @@ def test_a_lie_costs_the_pull_only(pair: Pair, lie: str) -> None:
     writer.write([0])
     target.client.wait_attached(WAIT)
     with liar(source, OFFERS.get(lie, same), FOLLOWS.get(lie, same)) as (address, _):
-        call = target.start_pull(address, writer.keys, wait_ms=1_000)
-        error = call.exception(2 * WAIT)
-        assert call.result().present == 0 if error is None else call.code() not in OURS
-        target.settled()
+        refuses(target, address, writer.keys, wait_ms=1_000)
     assert target.holds(writer.keys) == 0
     writer.write(range(LAYERS))
     writer.seal()

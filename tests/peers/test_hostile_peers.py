@@ -6,9 +6,9 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import grpc
@@ -26,58 +26,16 @@ from kvsieve_store.transport.shm import boot_id
 from kvsieve_store.transport.wire import Head, Kind, Status
 from tests.conftest import StoreProcess, free_port
 from tests.peers.conftest import BLOCK, SPEC, WAIT, Host, host
+from tests.peers.liars import Change, liar, lie_costs_the_pull_only
 from tests.protocol.client_stores import SPEC as SMALL_SPEC
 from tests.protocol.client_stores import chain, store_thread, write_chain
 
 Pair = tuple[Host, Host]
-Change = Callable[[pb.OfferResponse], object]
 
 
 @pytest.fixture(params=["tcp"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-class _Liar(peer_pb2_grpc.PeerServicer):
-    """Offers what `source` offers, changed."""
-
-    def __init__(self, source: Host, change: Change) -> None:
-        self.source, self.change = source, change
-        self.offers = 0
-        self.renewed: list[bytes] = []
-        self.token = b""
-        self.tokens: dict[bytes, bytes] = {}
-        """As told -> as it is."""
-
-    def Offer(self, request: pb.OfferRequest, context: object) -> pb.OfferResponse:
-        self.offers += 1
-        offer = self.source.peer.Offer(request)
-        self.source.peer.Withdraw(pb.WithdrawRequest(token=self.token))
-        self.token = offer.token
-        self.change(offer)
-        self.tokens[offer.token] = self.token
-        return offer
-
-    def Renew(self, request: pb.RenewRequest, context: object) -> pb.RenewResponse:
-        self.renewed.append(self.tokens[request.token])
-        return self.source.peer.Renew(pb.RenewRequest(token=self.renewed[-1], lease_ms=request.lease_ms))
-
-    def Withdraw(self, request: pb.WithdrawRequest, context: object) -> pb.WithdrawResponse:
-        return self.source.peer.Withdraw(pb.WithdrawRequest(token=self.tokens[request.token]))
-
-
-@contextmanager
-def liar(source: Host, change: Change) -> Iterator[tuple[str, _Liar]]:
-    """Its address, and it."""
-    server = grpc.server(ThreadPoolExecutor(4))
-    servicer = _Liar(source, change)
-    peer_pb2_grpc.add_PeerServicer_to_server(servicer, server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    try:
-        yield address, servicer
-    finally:
-        server.stop(0)
 
 
 def _elsewhere(address: str) -> Change:
@@ -120,29 +78,13 @@ LIES_OF_PATHS: dict[str, Change] = {
 }
 
 
-OURS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-"""Codes that blame the store that pulls."""
-
-
 @pytest.mark.parametrize(
     ("transport", "lie"),
     [("tcp", lie) for lie in LIES] + [("shm,tcp", lie) for lie in LIES_OF_PATHS],
     indirect=["transport"],
 )
 def test_a_lie_costs_the_pull_only(pair: Pair, lie: str) -> None:
-    source, target = pair
-    keys = source.save(10)
-    target.client.wait_attached(WAIT)
-    with liar(source, (LIES | LIES_OF_PATHS)[lie]) as (address, _):
-        call = target.start_pull(address, keys)
-        error = call.exception(WAIT)
-        assert call.result().present == 0 if error is None else call.code() not in OURS
-        target.settled()
-    assert target.holds(keys) == 0
-    assert target.pull(source.store.endpoint, keys).present == 10
-    assert target.holds(keys) == 10
-    target.settled()
-    source.settled()
+    lie_costs_the_pull_only(pair, (LIES | LIES_OF_PATHS)[lie])
 
 
 def test_an_offer_that_has_run_out_is_asked_for_anew(pair: Pair) -> None:

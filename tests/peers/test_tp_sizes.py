@@ -20,7 +20,7 @@ from kvsieve_store.protocol.spec import PoolSpec
 from kvsieve_store.transport.ucx.binding import why_missing
 from tests.conftest import StoreProcess
 from tests.peers.conftest import WAIT, Host
-from tests.peers.test_hostile_peers import OURS, Change, liar
+from tests.peers.liars import Change, lie_costs_the_pull_only
 from tests.protocol.client_stores import chain, entries
 from tests.unit.head_shards import Model, slot_of, spec_of
 
@@ -199,19 +199,7 @@ LIES: dict[str, Change] = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lie_costs_the_pull_only(pair: Pair, lie: str) -> None:
-    source, target = pair
-    keys = source.save(10)
-    target.client.wait_attached(WAIT)
-    with liar(source, LIES[lie]) as (address, _):
-        call = target.start_pull(address, keys)
-        error = call.exception(WAIT)
-        assert call.result().present == 0 if error is None else call.code() not in OURS
-        target.settled()
-    assert target.holds(keys) == 0
-    assert target.pull(source.store.endpoint, keys).present == 10
-    assert target.holds(keys) == 10
-    target.settled()
-    source.settled()
+    lie_costs_the_pull_only(pair, LIES[lie])
 
 
 def test_a_pool_that_is_asked_for_is_checked(pair: Pair) -> None:

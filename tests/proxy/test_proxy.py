@@ -23,7 +23,6 @@ PARAMS = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
     "kvsieve_store": STORE,
-    "kvsieve_pool": "ab" * 32,
     "kvsieve_tokens": 96,
     "remote_engine_id": "somebody-else's",
     "remote_block_ids": [[1, 2], [3]],

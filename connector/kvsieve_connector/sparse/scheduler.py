@@ -17,8 +17,6 @@ from vllm.logger import init_logger
 
 from kvsieve_connector.handoff import Part
 from kvsieve_connector.metadata import (
-    HintLoad,
-    HintSave,
     HostBacked,
     HostBlocks,
     LoadOrder,
@@ -29,7 +27,7 @@ from kvsieve_connector.requests import RequestState, SaveJob, Sealing
 from kvsieve_connector.scheduler import ResolveBlockIds, SchedulerHalf
 from kvsieve_connector.settings import ConnectorSettings
 from kvsieve_connector.sparse.budget import SlotBudget
-from kvsieve_connector.sparse.hint_asks import HintAsks
+from kvsieve_connector.sparse.hint_orders import HintOrders
 from kvsieve_connector.sparse.hints import hint_key
 from kvsieve_connector.sparse.hosts import Host, Hosts, Place
 from kvsieve_connector.sparse.manager import bind_managers
@@ -83,7 +81,7 @@ class SparseScheduler(SchedulerHalf):
         self._ended: list[Host] = []
         """The workers are not told yet."""
         self._with_hints = settings.prefetch != "none" and self.plan.hot_blocks > 0
-        self._hints = HintAsks()
+        self._hints = HintOrders(self.blocks, self._saves, self._hosts, self._releases)
         self._too_small: Attachment | None = None
         self._reports_from = 0
         """From the step after this one on, reports of the workers on the attachment sent last are in."""
@@ -163,8 +161,7 @@ class SparseScheduler(SchedulerHalf):
         host.found(match.refs[:begins_with], match.epoch, match.lease_ids)
         self._found.append(host)
         if self._with_hints:
-            key = hint_key(self.blocks.key(request, begins_with - 1))
-            self._hints.add(host, key, begins_with * self.block_tokens)
+            self._hints.ask(host, begins_with)
         local = begins_with - external_tokens // self.block_tokens
         self.stats.add(matched_blocks=begins_with)
         if external_tokens and self._indexers:
@@ -260,9 +257,10 @@ class SparseScheduler(SchedulerHalf):
             self._reports_from = self._releases.step + self._overlap - 1
         ended, self._ended = self._ended, []
         orders.host_ended = [host.request.request_id for host in ended]
-        self._save_hints(ended, orders)
+        if self._is_usable and self._client is not None:
+            orders.hint_saves = self._hints.saves(ended, self._client, self._sent_epoch)
         self._tell_of_hosts(orders)
-        self._load_hints(orders)
+        orders.hint_loads = self._hints.loads(self._client, self._sent_epoch)
         orders.forget_epochs = self._releases.unread(self._hosts.epochs, self._sent_epoch)
         if self._is_usable and self._client is not None:
             self._slots_back += self._budget.maintain(self._client, self._hosts.owed, self._credit_target)
@@ -402,31 +400,6 @@ class SparseScheduler(SchedulerHalf):
             super()._count_sealed(job, result)
         elif result is SealResult.SEALED:
             self.stats.add(stored_hints=1)
-
-    # Hints
-
-    def _save_hints(self, ended: Iterable[Host], orders: StepOrders) -> None:
-        """Orders a hint of each request that ended, as far as there is a slot that no other may need."""
-        for host in ended if self._is_usable else ():
-            if not host.hints or host.missing or host.epochs != {self._sent_epoch}:
-                continue
-            assert self._client is not None
-            parent = self.blocks.key(host.request, host.known - 1)
-            key = hint_key(parent)
-            if key in self._saves or self._client.credits <= self._hosts.owed:
-                continue
-            for ref in self._client.take_credits(1, epoch=self._sent_epoch):
-                number = self._saves.begin(SaveJob(key, parent, ref, None))
-                orders.hint_saves.append(HintSave(number, ref.slot, host.request.request_id))
-
-    def _load_hints(self, orders: StepOrders) -> None:
-        """Orders what was found of hints; their leases last until the workers have read them."""
-        for host, tokens, match in self._hints.poll(self._client, self._saves):
-            leases = [(match.epoch, lease) for lease in match.lease_ids]
-            self._releases.add(leases, ())
-            if match.epoch == self._sent_epoch and not host.ended:
-                load = HintLoad(host.request.request_id, match.epoch, match.refs[0], tokens)
-                orders.hint_loads.append(load)
 
     # Orders to the workers, and the end of requests
 
