@@ -36,7 +36,7 @@ def engine_needles(
         "kvsieve.first_blocks": FIRST,
         "kvsieve.window_blocks": NEWEST,
     }
-    params = SamplingParams(temperature=0, max_tokens=_ANSWER, logprobs=0, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=_ANSWER, ignore_eos=True, logprobs=0, detokenize=False)
     with TemporaryStore("--pool-size", "1GiB") as store:
         llm = LLM(
             str(path),
@@ -55,7 +55,7 @@ def engine_needles(
             ),
         )
         blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
-        prompts = [{"prompt_token_ids": case.prompt} for case in asked]
+        prompts = [{"prompt_token_ids": case.prompt + case.answer} for case in asked]
         outputs = [llm.generate([each], params, use_tqdm=False)[0].outputs[0] for each in prompts]
         llm.llm_engine.engine_core.shutdown()
         del llm
@@ -82,7 +82,7 @@ def engine_needles(
 def _distance(model: Reference, case: Case, output: Any, picks: Picks) -> float:
     """The first token comes of the prompt, and is exact; the rest of decode."""
     said = list(output.token_ids)
-    logprobs = model.decode(model.prefill(case.prompt), said[:-1], picks).log_softmax(-1)
+    logprobs = model.decode(model.prefill(case.prompt + case.answer), said[:-1], picks).log_softmax(-1)
     return max(
         abs(float(logprobs[i, token]) - output.logprobs[i + 1][token].logprob)
         for i, token in enumerate(said[1:])
