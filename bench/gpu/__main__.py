@@ -10,6 +10,8 @@ from collections.abc import Sequence
 NAMES = {
     "swap_in": "rows of a layer into the hot buffer, against HiSparse's ops, per layer in a CUDA graph",
     "swap_in_tp": "the same on all GPUs at once: each fetches all, or its share and the rest from the others",
+    "pick": "a dense model's picking: scores, look-up and fetched blocks, per layer in a CUDA graph",
+    "dense": "the same as serve for a dense model: stock against kvsieve",
     "capacity": "64k-token requests that a cache of 20 GiB holds at DeepSeek-V3.2's shapes (needs no device)",
     "serve": "time between tokens and decode throughput of engines: stock, kvsieve, HiSparse",
     "copies": "copies between paged cache and arena by size of the piece: DMA against the kernel",

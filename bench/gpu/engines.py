@@ -22,8 +22,8 @@ from bench.gpu.steps import Step, noting_steps
 from bench.output import OUT
 from kvsieve_store.bench.saving import spawn
 
-_ROOT = Path(__file__).parents[2]
-_MODELS = Path(os.environ.get("KVSIEVE_TEST_MODELS") or _ROOT / ".cache/models")
+ROOT = Path(__file__).parents[2]
+MODELS = Path(os.environ.get("KVSIEVE_TEST_MODELS") or ROOT / ".cache/models")
 START_SECONDS = 240.0
 """A first start compiles kernels."""
 
@@ -196,13 +196,13 @@ class Engines:
 
 def model(layers: int) -> Path:
     """Folder of a DeepSeek-V3.2 in small, made once, with random weights."""
-    path = _MODELS / f"dsa-{layers}"
+    path = MODELS / f"dsa-{layers}"
     return path if (path / "config.json").exists() else make_model(path, layers)
 
 
 def make_model(path: Path, layers: int, *, weights: bool = True) -> Path:
     """Writes one to `path`; returns that. Without weights there is only its configuration."""
-    maker = [sys.executable, str(_ROOT / "tests/gpu/make_dsa.py"), str(path), "--layers", str(layers)]
+    maker = [sys.executable, str(ROOT / "tests/gpu/make_dsa.py"), str(path), "--layers", str(layers)]
     subprocess.run(maker if weights else [*maker, "--no-weights"], check=True)
     return path
 

@@ -61,9 +61,9 @@ def measure(
         arguments = common_arguments(model(layers), cache_bytes, -(-longest // 1024) * 1024 + 1024)
         arguments["tensor_parallel_size"] = tensor_parallel
         with Engines(_specs(names, arguments, store.endpoint, native_gib, hot_rows)) as engines:
-            rows += _single(engines, single, repetitions)
+            rows += single(engines, single, repetitions)
             for load in loads:
-                rows += _crowd(engines, load)
+                rows += crowd(engines, load)
             for name, why in engines.failed.items():
                 rows.append({"case": "failed", "engine": name, "error": why.splitlines()[0][:150]})
             about = engines.about
@@ -101,8 +101,9 @@ def _specs(
     return [EngineSpec(name, arguments | more[name], name == "hisparse-hash-2x") for name in names]
 
 
-def _single(engines: Engines, load: Load, repetitions: int) -> list[dict[str, Any]]:
-    """Rows of the engines, from medians over the repetitions; their order turns round each time."""
+def single(engines: Engines, load: Load, repetitions: int) -> list[dict[str, Any]]:
+    """A load of one request: rows of the engines, from medians over the repetitions, in which they take turns
+    in going first."""
     found: dict[str, list[tuple[float, float, float]]] = {}
     for turn in range(repetitions):
         again = Load(load.requests, load.prompt_tokens, load.answer_tokens, seed=1 + turn)
@@ -127,7 +128,8 @@ def _single(engines: Engines, load: Load, repetitions: int) -> list[dict[str, An
     return rows
 
 
-def _crowd(engines: Engines, load: Load) -> list[dict[str, Any]]:
+def crowd(engines: Engines, load: Load) -> list[dict[str, Any]]:
+    """A load of more requests than stock vLLM holds. A row for each engine."""
     rows: list[dict[str, Any]] = []
     for name in list(engines.names):
         if run := engines.run(name, load):
@@ -166,7 +168,11 @@ def _crowd_row(name: str, load: Load, run: Run) -> dict[str, Any]:
         "preempted": run.preemptions,
         "counters": run.counters,
     }
-    asked, missed = (run.counters.get(f"kvsieve_{n}", 0) for n in ("asked_rows", "missed_rows"))
+
+    def count(*names: str) -> float:
+        return sum(run.counters.get(f"kvsieve_{name}", 0.0) for name in names)
+
+    asked, missed = count("asked_rows", "asked_pieces"), count("missed_rows", "arena_pieces")
     if asked:
         row["missed_share"] = round(missed / asked, 4)
     if missed:

@@ -258,6 +258,10 @@ def _worker_half(
     if settings.mode == "cache":
         return WorkerHalf(vllm_config, kv_cache_config)
     if is_dense(vllm_config):
+        if vllm_config.device_config.device_type == "cuda":
+            from kvsieve_connector.dense.gpu.worker import DenseGpuWorkerHalf
+
+            return DenseGpuWorkerHalf(vllm_config, kv_cache_config, settings)
         from kvsieve_connector.dense.worker import DenseWorkerHalf
 
         return DenseWorkerHalf(vllm_config, kv_cache_config, settings)

@@ -60,6 +60,16 @@ class HostBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class HostFilled:
+    """Sparse mode of dense models on GPUs: blocks of a host-backed request have filled, from index `first`
+    on, in these blocks of vLLM's pool, which keep them until the next forward."""
+
+    req_id: str
+    first: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class HostRow:
     """Sparse mode of dense models: a host-backed request is in the step's batch.
 
@@ -100,11 +110,11 @@ class StepOrders(KVConnectorMetadata):
     """Scheduler -> workers. `attachment` comes when it has changed; orders refer to it from this step on.
 
     detach: the session is over, and there is no other yet; its arena is copied from and to no more.
-    hint_saves, host_ended, host_backed, host_blocks, hint_loads: sparse mode, applied in this order. A
-    request that is named in host_ended has no hot buffer any more; one that starts anew in the same step is
-    named in both.
+    hint_saves, host_ended, host_backed, host_filled, host_blocks, hint_loads: sparse mode, applied in this
+    order. A request that is named in host_ended has no hot buffer any more; one that starts anew in the same
+    step is named in both.
     forget_epochs: sparse mode: attachments of the past that no request reads any more.
-    host_rows: sparse mode of dense models: host-backed requests of the step's batch.
+    host_rows: sparse mode of dense models on CPUs: host-backed requests of the step's batch.
     """
 
     attachment: Attachment | None = None
@@ -114,6 +124,7 @@ class StepOrders(KVConnectorMetadata):
     hint_saves: list[HintSave] = field(default_factory=list)
     host_ended: list[str] = field(default_factory=list)
     host_backed: list[HostBacked] = field(default_factory=list)
+    host_filled: list[HostFilled] = field(default_factory=list)
     host_blocks: list[HostBlocks] = field(default_factory=list)
     hint_loads: list[HintLoad] = field(default_factory=list)
     forget_epochs: list[int] = field(default_factory=list)

@@ -5,11 +5,12 @@ from kvsieve_connector.settings import NAME
 MODULE = "kvsieve_connector.connector"
 
 BACKENDS = {
-    "FLASHMLA_SPARSE": "HostFlashMLASparseBackend",
-    "FLASH_ATTN_MLA_SPARSE": "HostFlashAttnMLASparseBackend",
-    "FLASHINFER_MLA_SPARSE": "HostFlashInferMLASparseBackend",
+    "FLASHMLA_SPARSE": "sparse.backends.HostFlashMLASparseBackend",
+    "FLASH_ATTN_MLA_SPARSE": "sparse.backends.HostFlashAttnMLASparseBackend",
+    "FLASHINFER_MLA_SPARSE": "sparse.backends.HostFlashInferMLASparseBackend",
+    "FLASH_ATTN": "dense.gpu.backend.HostFlashAttentionBackend",
 }
-"""vLLM's sparse MLA backends, and what stands in for each; the stock one unless sparse mode is on."""
+"""vLLM's backends on GPUs, and what stands in for each; the stock one unless sparse mode is on."""
 
 
 CPU_BACKEND = "kvsieve_connector.dense.backend.HostCPUAttentionBackend"
@@ -39,7 +40,7 @@ def _register_spec() -> None:
 
 
 def _register_backends() -> None:
-    """By path, imported when vLLM picks one. Those for MLA need vLLM 0.33."""
+    """By path, imported when vLLM picks one. Those for GPUs need vLLM 0.33."""
     import vllm
     from packaging.version import Version
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -49,4 +50,4 @@ def _register_backends() -> None:
         return
     for name, ours in BACKENDS.items():
         if name in AttentionBackendEnum.__members__:
-            register_backend(AttentionBackendEnum[name], f"kvsieve_connector.sparse.backends.{ours}")
+            register_backend(AttentionBackendEnum[name], f"kvsieve_connector.{ours}")

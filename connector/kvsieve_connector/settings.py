@@ -70,8 +70,9 @@ class ConnectorSettings(BaseModel):
     """Decode side of a hand-off: how long it may take in all."""
 
     hot_rows: int | None = Field(default=None, ge=1)
-    """Sparse mode: rows of a request's hot buffer, per layer, in whole blocks. Default: 1.5 times the top-k,
-    for each token that a request decodes in one step."""
+    """Sparse mode on GPUs: rows (tokens) of a request's hot buffer, per layer, in whole blocks. Default: 1.5
+    times what a step attends to: the top-k for each token that a request decodes, or a dense model's budget
+    with its first and newest blocks."""
 
     window_blocks: int = Field(default=2, ge=1, le=64)
     """Sparse mode: newest full blocks of a request that stay on the GPU, or in vLLM's pool on a CPU."""
@@ -95,7 +96,15 @@ class ConnectorSettings(BaseModel):
     """Sparse mode of dense models: how blocks are picked."""
 
     dense_layers: int = Field(default=0, ge=0)
-    """Sparse mode of dense models: first layers that attend to all."""
+    """Sparse mode of dense models on CPUs: first layers that attend to all."""
+
+    host_tokens: int | None = Field(default=None, ge=1, le=1 << 31)
+    """Sparse mode of dense models on GPUs: tokens of all requests that summaries have room for, in GPU memory
+    beside the pool. Default: what max_num_seqs requests of max_model_len have, at most 1,048,576."""
+
+    exact_in_pool: bool = True
+    """Sparse mode of dense models on GPUs: requests attend to all while all of their blocks are in the pool.
+    False: those that are host-backed pick from the start: faster, and the same at any load."""
 
     @field_validator(
         "connect_timeout_ms",
@@ -106,6 +115,7 @@ class ConnectorSettings(BaseModel):
         "budget_tokens",
         "first_blocks",
         "dense_layers",
+        "host_tokens",
         mode="before",
     )
     @classmethod

@@ -49,10 +49,12 @@ COUNTERS = {
     "swapped_in_bytes": "Sparse decode: bytes fetched from the arena",
     "asked_pieces": "Dense models: full blocks that sparse decode picked, per layer and KV head",
     "pool_pieces": "Dense models: of these, read from vLLM's pool",
+    "hot_pieces": "Dense models on a GPU: of these, found in hot buffers",
     "arena_pieces": "Dense models: of these, read from the arena",
     "arena_read_bytes": "Dense models: bytes that sparse decode read from the arena",
     "staged_blocks": "Dense models: blocks read from the arena to be attended to whole, per layer",
     "summarised_blocks": "Dense models: blocks of which summaries were made",
+    "unsummarised_blocks": "Dense models on a GPU: blocks that found no room for a summary",
 }
 
 GAUGES = {

@@ -191,7 +191,7 @@ def test_the_store_is_killed(
     ("model", "settings", "message"),
     [
         ("tiny_gemma3", {}, "needs full, causal attention .* a window of 128 tokens"),
-        ("tiny_qwen3", {"hot_rows": 64}, "kvsieve.hot_rows given, which means nothing for models without"),
+        ("tiny_qwen3", {"hot_rows": 64}, "kvsieve.hot_rows given, which means nothing on a CPU"),
         ("tiny_qwen3", {"dense_layers": 5}, "dense_layers: 5 given, the model has 4 layers"),
         ("tiny_qwen3", {"save_decode": False}, "save_decode=false given, sparse mode requires true"),
     ],

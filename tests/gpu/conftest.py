@@ -80,10 +80,16 @@ def tiny_dsa_mtp() -> Path:
     return _made("tiny-dsa-mtp", "--drafter")
 
 
-def _made(name: str, *flags: str) -> Path:
-    """The model of make_dsa.py, made once."""
+@pytest.fixture(scope="session")
+def tiny_dense() -> Path:
+    """A Llama of 4 layers with 8 KV heads of 128 channels, random weights."""
+    return _made("tiny-dense", maker="make_dense.py")
+
+
+def _made(name: str, *flags: str, maker: str = "make_dsa.py") -> Path:
+    """The maker's model, made once."""
     path = MODEL_CACHE / name
     if not (path / "config.json").exists():
-        maker = ROOT / "tests" / "gpu" / "make_dsa.py"
-        subprocess.run([sys.executable, str(maker), str(path), *flags], check=True)
+        script = ROOT / "tests" / "gpu" / maker
+        subprocess.run([sys.executable, str(script), str(path), *flags], check=True)
     return path

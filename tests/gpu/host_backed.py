@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.engine.generate import connector_of
@@ -47,8 +47,19 @@ def row_counts(llm: Any) -> dict[str, int]:
     """The swap-in's counters since the start, of all layers and requests."""
     from kvsieve_connector.kernels.tables import COUNTERS
 
+    return _counts(llm, COUNTERS)
+
+
+def piece_counts(llm: Any) -> dict[str, int]:
+    """The same of a dense model's picking."""
+    from kvsieve_connector.kernels.block_tables import COUNTERS
+
+    return _counts(llm, COUNTERS)
+
+
+def _counts(llm: Any, names: Sequence[str]) -> dict[str, int]:
     totals = sparse_worker(llm)._runtime.tables.counters.sum((0, 1)).tolist()
-    return dict(zip(COUNTERS, totals, strict=True))
+    return dict(zip(names, totals, strict=True))
 
 
 def host_share(llm: Any) -> float:
@@ -57,7 +68,7 @@ def host_share(llm: Any) -> float:
     running = scheduler_of(llm).running
     tokens = sparse_worker(llm)._plan.block_tokens
     full = sum(request.num_computed_tokens // tokens for request in running)
-    pages = sum(len(tables.pages_of(request.request_id)) for request in running)
+    pages = sum(len(tables.host_pages(request.request_id)[0]) for request in running)
     return pages / full if full else math.nan
 
 

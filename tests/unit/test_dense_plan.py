@@ -33,7 +33,7 @@ def engine(extra: dict[str, Any] | None = None, **changes: Any) -> Any:
             is_mm_prefix_lm=changes.get("prefix_lm", False),
         ),
         cache_config=SimpleNamespace(block_size=32, cache_dtype=changes.get("cache_dtype", "auto")),
-        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=512),
         speculative_config=changes.get("speculative"),
         device_config=SimpleNamespace(device_type=changes.get("device", "cpu")),
         use_v2_model_runner=changes.get("v2", False),
@@ -71,6 +71,42 @@ def test_the_arena_alone_bounds_what_is_read_from_it() -> None:
     assert plan.pages(10) > 8 * 250
 
 
+def gpu(extra: dict[str, Any] | None = None, **changes: Any) -> Any:
+    return engine(extra, device="cuda", v2=True, **changes)
+
+
+def test_on_a_gpu_a_request_has_a_hot_buffer() -> None:
+    plan = DensePlan.of_config(gpu())
+    assert plan.attended_blocks == 35
+    assert plan.hot_blocks == 53
+    assert DensePlan.of_config(gpu({"kvsieve.hot_rows": 35 * 32})).hot_blocks == 35
+    assert plan.table_slots(530, 1, 8) == 10
+    assert plan.table_slots(100_000, 1, 8) >= 8
+
+
+def test_on_a_gpu_summaries_bound_what_is_in_the_arena() -> None:
+    assert DensePlan.of_config(gpu()).host_tokens == 8 * 8000
+    plan = DensePlan.of_config(gpu({"kvsieve.host_tokens": 3200}))
+    assert plan.pages(10) == 101
+    assert plan.summary_pages >= plan.pages(10) + 2 * 512 // 32
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (gpu({"kvsieve.hot_rows": 1000}), "hot_rows: 1000 given, at least 1120"),
+        (gpu({"kvsieve.dense_layers": 1}), "dense_layers"),
+        (gpu({"kvsieve.prefetch": "none"}), "prefetch"),
+        (engine({"kvsieve.hot_rows": 2000}), "hot_rows given, which means nothing on a CPU"),
+        (engine({"kvsieve.host_tokens": 2000}), "host_tokens given, which means nothing on a CPU"),
+    ],
+    ids=["few hot rows", "dense layers", "prefetch", "hot rows on a CPU", "host tokens on a CPU"],
+)
+def test_settings_that_do_not_fit_the_device(config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DensePlan.of_config(config)
+
+
 def test_settings_name_the_selectors_that_there_are() -> None:
     assert set(get_args(SelectorName)) == SELECTORS.keys()
 
@@ -94,15 +130,17 @@ def test_a_dense_model_as_planned_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("extra", "changes", "specs", "message"),
     [
-        ({"kvsieve.hot_rows": 64}, {}, [BACKED], "hot_rows given, which means nothing for models without"),
+        ({"kvsieve.hot_rows": 64}, {}, [BACKED], "hot_rows given, which means nothing on a CPU"),
         ({"kvsieve.prefetch": "none"}, {}, [BACKED], "prefetch given, which means nothing"),
         ({"kvsieve.save_decode": False}, {}, [BACKED], "save_decode=false given, .* requires true"),
         ({"kvsieve.dense_layers": 5}, {}, [BACKED], "dense_layers: 5 given, the model has 4 layers"),
         ({}, {"connector": "MultiConnector"}, [BACKED], "can't be combined with MultiConnector"),
         ({}, {"cache_dtype": "fp8"}, [BACKED], "kv_cache_dtype='fp8' is not supported"),
         ({}, {"speculative": object()}, [BACKED], "does not support speculative decoding"),
-        ({}, {"device": "cuda"}, [BACKED], "runs on CPU only, this engine is on 'cuda'"),
-        ({}, {"v2": True}, [BACKED], "needs vLLM's V1 model runner"),
+        ({}, {"device": "xpu"}, [BACKED], "runs on CPUs and NVIDIA GPUs, this engine is on 'xpu'"),
+        ({}, {"v2": True}, [BACKED], "on cpu needs vLLM's V1 model runner"),
+        ({}, {"device": "cuda"}, [BACKED], "on cuda needs vLLM's V2 model runner"),
+        ({}, {"device": "cuda", "v2": True}, [FULL], "backend FLASH_ATTN in all layers"),
         ({}, {"prefix_lm": True}, [BACKED], "prefix-LM"),
         ({}, {"ubatching": True}, [BACKED], "--enable-dbo"),
         ({}, {}, [FULL], r"layers\.0\.attn keeps a FullAttentionSpec \(1 layers like it\)"),
@@ -117,7 +155,9 @@ def test_what_it_refuses(
         check_config(engine(extra, **changes), cache(*specs))
 
 
-@pytest.mark.parametrize("name", ["budget_tokens", "first_blocks", "dense_layers"])
+@pytest.mark.parametrize(
+    "name", ["budget_tokens", "first_blocks", "dense_layers", "host_tokens", "exact_in_pool"]
+)
 def test_what_means_nothing_for_a_dsa_model_is_refused_there(name: str) -> None:
     from kvsieve_connector.sparse.plan import SparsePlan
 

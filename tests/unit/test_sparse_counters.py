@@ -7,8 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from kvsieve_connector.kernels import block_tables  # noqa: E402
 from kvsieve_connector.kernels.tables import COUNTERS  # noqa: E402
-from kvsieve_connector.sparse.counters import EVERY_STEPS, CounterReader  # noqa: E402
+from kvsieve_connector.sparse.counters import EVERY_STEPS, CounterReader, piece_stats, row_stats  # noqa: E402
 from kvsieve_connector.stats import COUNTERS as STATS  # noqa: E402
 
 LAYERS, SLOTS, ROW_BYTES = 3, 2, 656
@@ -19,7 +20,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.counters = torch.zeros(LAYERS, SLOTS, len(COUNTERS), dtype=torch.int64)
-        self.reader = CounterReader(self.counters, ROW_BYTES)
+        self.reader = CounterReader(self.counters, COUNTERS)
 
     def count(self, name: str, amount: int) -> None:
         """In every layer and slot."""
@@ -27,7 +28,7 @@ class Worker:
 
     def poll(self, steps: int) -> list[dict[str, float]]:
         """What is found in so many steps, without what is not."""
-        return [found for _ in range(steps) if (found := self.reader.poll())]
+        return [row_stats(found, ROW_BYTES) for _ in range(steps) if (found := self.reader.poll())]
 
 
 @pytest.fixture
@@ -77,6 +78,14 @@ def test_all_that_is_told_has_a_metric(worker: Worker) -> None:
     (found,) = worker.poll(EVERY_STEPS + 1)
     assert found.keys() <= STATS.keys()
     assert len(found) == len(COUNTERS) + 1
+
+
+def test_of_a_dense_model_too() -> None:
+    counters = torch.ones(LAYERS, SLOTS, len(block_tables.COUNTERS), dtype=torch.int64)
+    reader = CounterReader(counters, block_tables.COUNTERS)
+    (found,) = [piece_stats(f, 8192) for _ in range(EVERY_STEPS + 1) if (f := reader.poll())]
+    assert found.keys() <= STATS.keys()
+    assert found["arena_read_bytes"] == LAYERS * SLOTS * 8192
 
 
 def test_counters_stay_as_they_are(worker: Worker) -> None:

@@ -11,6 +11,9 @@ from kvsieve_connector.dense.plan import DensePlan
 from kvsieve_connector.geometry import layer_specs
 from kvsieve_connector.sparse.spec import HostBackedSpec
 
+BACKENDS = {"cpu": "CPU_ATTN", "cuda": "FLASH_ATTN"}
+"""vLLM's attention backends that sparse mode of dense models stands in for, by device."""
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -24,16 +27,12 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
             "kvsieve: sparse mode of dense models does not support models with prefix-LM attention"
         )
     device = vllm_config.device_config.device_type
-    if device != "cpu":
+    if device not in BACKENDS:
         raise ValueError(
-            f"kvsieve: sparse mode of dense models runs on CPU only, this engine is on {device!r}; use mode "
-            "'cache'"
+            "kvsieve: sparse mode of dense models runs on CPUs and NVIDIA GPUs, this engine is on "
+            f"{device!r}; use mode 'cache'"
         )
-    if getattr(vllm_config, "use_v2_model_runner", False):
-        raise ValueError(
-            f"kvsieve: sparse mode of dense models needs vLLM's V1 model runner; vllm {vllm.__version__} has "
-            "chosen the V2 runner; set VLLM_USE_V2_MODEL_RUNNER=0"
-        )
+    _check_runner(device, bool(getattr(vllm_config, "use_v2_model_runner", False)))
     if getattr(vllm_config.parallel_config, "use_ubatching", False):
         raise ValueError(
             "kvsieve: sparse mode does not support dual batch overlap; serve without --enable-dbo"
@@ -50,15 +49,26 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
         window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
         reason = f"attends to a window of {window} tokens" if window else f"keeps a {type(spec).__name__}"
         raise ValueError(
-            "kvsieve: sparse mode of dense models needs full, causal attention of the backend CPU_ATTN in "
-            f"all layers; {name} {reason} ({len(strangers)} layers like it). Is the plug-in 'kvsieve' "
-            "loaded in every process (VLLM_PLUGINS)? If it is, use mode 'cache'"
+            "kvsieve: sparse mode of dense models needs full, causal attention of the backend "
+            f"{BACKENDS[device]} in all layers; {name} {reason} ({len(strangers)} layers like it). Is the "
+            "plug-in 'kvsieve' loaded in every process (VLLM_PLUGINS)? If it is, use mode 'cache'"
         )
     if len(groups) != 1:
         raise ValueError(
             f"kvsieve: sparse mode of dense models needs one KV group, this model has {len(groups)}; use "
             "mode 'cache'"
         )
+
+
+def _check_runner(device: str, is_v2: bool) -> None:
+    """The CPU's backend knows its batch from the V1 runner's metadata, the GPU's is told by the V2 runner."""
+    if is_v2 == (device == "cuda"):
+        return
+    wanted, chosen, value = ("V2", "V1", 1) if device == "cuda" else ("V1", "V2", 0)
+    raise ValueError(
+        f"kvsieve: sparse mode of dense models on {device} needs vLLM's {wanted} model runner; vllm "
+        f"{vllm.__version__} has chosen the {chosen} runner; set VLLM_USE_V2_MODEL_RUNNER={value}"
+    )
 
 
 def check_layers(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor], plan: DensePlan) -> None:
@@ -69,18 +79,11 @@ def check_layers(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor], pl
     from kvsieve_connector.dense.backend import HostCPUAttentionImpl
 
     layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
-    for name, layer in layers.items():
-        if getattr(layer, "kv_sharing_target_layer_name", None):
-            raise ValueError(
-                f"kvsieve: sparse mode of dense models does not support layers that share a cache: {name}"
-            )
+    check_sharing(layers)
     for name, cache in kv_caches.items():
         impl = getattr(layers.get(name), "impl", None)
         if not isinstance(impl, HostCPUAttentionImpl):
-            raise ValueError(
-                f"kvsieve: layer {name} runs {type(impl).__name__}, which knows nothing of the arena; is the "
-                "plug-in 'kvsieve' loaded in every process (VLLM_PLUGINS)?"
-            )
+            raise stranger(name, impl)
         if impl.alibi_slopes is not None or impl.sliding_window != -1:
             raise ValueError(
                 f"kvsieve: sparse mode of dense models does not support ALiBi or sliding windows: {name} has "
@@ -92,3 +95,20 @@ def check_layers(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor], pl
                 f"kvsieve: layer {name} has a cache of shape {tuple(cache.shape)}, strides {cache.stride()}; "
                 f"blocks of {shape} expected: KV heads, tokens, K and V"
             )
+
+
+def check_sharing(layers: dict[str, Any]) -> None:
+    """Raises ValueError when layers share a cache."""
+    for name, layer in layers.items():
+        if getattr(layer, "kv_sharing_target_layer_name", None):
+            raise ValueError(
+                f"kvsieve: sparse mode of dense models does not support layers that share a cache: {name}"
+            )
+
+
+def stranger(name: str, impl: object) -> ValueError:
+    """The error for a layer that runs some other attention."""
+    return ValueError(
+        f"kvsieve: layer {name} runs {type(impl).__name__}, which knows nothing of the arena; is the "
+        "plug-in 'kvsieve' loaded in every process (VLLM_PLUGINS)?"
+    )

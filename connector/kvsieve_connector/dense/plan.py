@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
 
 from kvsieve_connector.settings import PREFIX, ConnectorSettings, parse_settings
 from kvsieve_connector.sparse.plan import LOADING, check_settings, extra_config
@@ -11,8 +13,16 @@ from kvsieve_connector.sparse.plan import LOADING, check_settings, extra_config
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-DSA_ONLY = ("hot_rows", "prefetch", "sharded_fetch")
+logger = init_logger("vllm.kvsieve")
+
+DSA_ONLY = ("prefetch", "sharded_fetch")
 """Settings of sparse mode that mean nothing for a dense model."""
+
+GPU_ONLY = ("hot_rows", "host_tokens", "exact_in_pool")
+"""Settings of a dense model that mean nothing on a CPU."""
+
+HOST_TOKENS = 1 << 20
+"""Tokens that summaries have room for at most, by default."""
 
 CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "half")
 
@@ -21,7 +31,10 @@ CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "half")
 class DensePlan:
     """block_tokens: tokens of a block. budget_blocks: blocks that a decode step attends to beside the
     first_blocks and the window_blocks, the newest full ones, which also stay in vLLM's pool. selector: which.
-    dense_layers: first layers that attend to all. max_blocks: of a request, the last one in part.
+    dense_layers: first layers that attend to all. max_blocks: of a request, the last one in part. hot_blocks:
+    of a request's hot buffer; 0 on a CPU, where what is in the arena is read there. host_tokens: on a GPU,
+    tokens in the arena of all requests that summaries have room for. in_flight_tokens: computed by one step
+    at most. exact_in_pool: on a GPU, whether what is wholly in the pool is attended to exactly.
     """
 
     block_tokens: int
@@ -32,8 +45,11 @@ class DensePlan:
     dense_layers: int
     max_blocks: int
     max_num_seqs: int
+    hot_blocks: int = 0
+    host_tokens: int = 0
+    in_flight_tokens: int = 0
+    exact_in_pool: bool = True
 
-    hot_blocks = 0  # what is in the arena is read there
     indexers = 0
 
     @property
@@ -70,21 +86,83 @@ class DensePlan:
                 f"{PREFIX}dense_layers: {settings.dense_layers} given, the model has {layers} layers"
             )
         block = int(cache.block_size)
-        return DensePlan(
+        max_len = int(vllm_config.model_config.max_model_len)
+        max_num_seqs = int(vllm_config.scheduler_config.max_num_seqs)
+        plan = DensePlan(
             block_tokens=block,
             budget_blocks=-(-settings.budget_tokens // block),
             first_blocks=settings.first_blocks,
             window_blocks=settings.window_blocks,
             selector=settings.selector,
             dense_layers=settings.dense_layers,
-            max_blocks=-(-int(vllm_config.model_config.max_model_len) // block),
-            max_num_seqs=int(vllm_config.scheduler_config.max_num_seqs),
+            max_blocks=-(-max_len // block),
+            max_num_seqs=max_num_seqs,
+        )
+        if vllm_config.device_config.device_type == "cpu":
+            for name in GPU_ONLY:
+                if name in settings.model_fields_set:
+                    raise ValueError(
+                        f"kvsieve: {PREFIX}{name} given, which means nothing on a CPU; leave it out"
+                    )
+            return plan
+        if settings.dense_layers:
+            raise ValueError(
+                f"kvsieve: {PREFIX}dense_layers={settings.dense_layers} given; on a GPU sparse mode of dense "
+                "models picks in all layers: leave it out"
+            )
+        least = plan.attended_blocks * block
+        rows = settings.hot_rows if settings.hot_rows is not None else least + least // 2
+        if rows < least:
+            raise ValueError(
+                f"{PREFIX}hot_rows: {rows} given, at least {least} are needed: the budget, "
+                f"{PREFIX}first_blocks and {PREFIX}window_blocks in blocks of {block} tokens; without the "
+                f"setting it is {least + least // 2}"
+            )
+        tokens = settings.host_tokens
+        return replace(
+            plan,
+            hot_blocks=-(-rows // block),
+            in_flight_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
+            exact_in_pool=settings.exact_in_pool,
+            host_tokens=tokens if tokens is not None else min(max_num_seqs * max_len, HOST_TOKENS),
         )
 
     def table_slots(self, num_blocks: int, groups: int, max_num_seqs: int) -> int:
-        """As HostPlan: what a request costs beside its blocks is the workers' memory for summaries."""
-        return max_num_seqs + LOADING
+        """As HostPlan: a hot buffer each on a GPU; on a CPU what a request costs beside its blocks is the
+        workers' memory for summaries."""
+        if not self.hot_blocks:
+            return max_num_seqs + LOADING
+        return max(1, min(max_num_seqs + LOADING, num_blocks // self.hot_blocks))
 
     def pages(self, num_blocks: int) -> int:
-        """As HostPlan: only the arena bounds what is read from it, and the scheduler counts its slots."""
+        """As HostPlan: on a GPU, blocks that have summaries; on a CPU only the arena bounds what is read from
+        it, and the scheduler counts its slots."""
+        if self.hot_blocks:
+            return self.host_tokens // self.block_tokens + 1
         return self.table_slots(num_blocks, 1, self.max_num_seqs) * self.max_blocks + 1
+
+    @property
+    def summary_pages(self) -> int:
+        """On a GPU: what pages() counts are blocks that may have left the pool; a request's newest have
+        summaries, too."""
+        flight = 2 * -(-self.in_flight_tokens // self.block_tokens)
+        most = (
+            min(self.max_num_seqs, self.host_tokens // self.block_tokens // max(self.attended_blocks, 1)) + 1
+        )
+        return self.pages(0) + 2 * flight + most * (self.window_blocks + 2)
+
+
+def tell(plan: DensePlan) -> None:
+    """Says in the log that attention is approximate from now on."""
+    logger.warning(
+        "kvsieve: sparse mode on a dense model: once blocks of a request have left vLLM's pool, its "
+        "decode steps attend to a part of the context only, which is an approximation: %d tokens that %r "
+        "picks, the first %d and the newest %d blocks of %d tokens. Prompts, and the first %d layers, "
+        "attend to all",
+        plan.budget_blocks * plan.block_tokens,
+        plan.selector,
+        plan.first_blocks,
+        plan.window_blocks,
+        plan.block_tokens,
+        plan.dense_layers,
+    )

@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.logger import init_logger
 
 from kvsieve_connector.dense.check import check_layers
 from kvsieve_connector.dense.packing import key_order
 from kvsieve_connector.dense.pages import Pages
-from kvsieve_connector.dense.plan import DensePlan
+from kvsieve_connector.dense.plan import DensePlan, tell
 from kvsieve_connector.dense.runtime import DenseRuntime
 from kvsieve_connector.dense.selectors import make_selector
 from kvsieve_connector.metadata import StepOrders
@@ -24,8 +23,6 @@ from kvsieve_connector.sparse.host_worker import HostWorkerHalf
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-logger = init_logger("vllm.kvsieve")
 
 
 class DenseWorkerHalf(HostWorkerHalf):
@@ -51,18 +48,7 @@ class DenseWorkerHalf(HostWorkerHalf):
         self._runtime = DenseRuntime(plan, names, Pages(layers, like.shape[1]), selector, order, like)
         for impl in self._attention:
             impl.runtime = self._runtime
-        logger.warning(
-            "kvsieve: sparse mode on a dense model: once blocks of a request have left vLLM's pool, its "
-            "decode steps attend to a part of the context only, which is an approximation: %d tokens that %r "
-            "picks, the first %d and the newest %d blocks of %d tokens. Prompts, and the first %d layers, "
-            "attend to all",
-            plan.budget_blocks * plan.block_tokens,
-            plan.selector,
-            plan.first_blocks,
-            plan.window_blocks,
-            plan.block_tokens,
-            plan.dense_layers,
-        )
+        tell(plan)
 
     def begin(self, orders: StepOrders) -> None:
         super().begin(orders)

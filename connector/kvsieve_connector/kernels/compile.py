@@ -34,14 +34,17 @@ def load(name: str, **constants: int) -> Any:
     return module.get_function(name)
 
 
-def launch(function: Any, grid: tuple[int, ...], threads: int, args: tuple[Any, ...]) -> None:
+def launch(
+    function: Any, grid: tuple[int, ...], threads: int, args: tuple[Any, ...], shared_bytes: int = 0
+) -> None:
     """Put one launch on torch's current stream, also under CUDA graph capture.
 
     args: tensors (passed as their address, None as a null pointer) and NumPy scalars (passed as they are).
+    shared_bytes: dynamic shared memory of a thread block, which the function has been allowed.
     """
     passed = tuple(arg if isinstance(arg, np.generic) else np.uint64(_address(arg)) for arg in args)
     with _cupy().cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-        function(grid, (threads,), passed)
+        function(grid, (threads,), passed, shared_mem=shared_bytes)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

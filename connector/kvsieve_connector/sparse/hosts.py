@@ -31,7 +31,8 @@ class Host:
     epochs: theirs. durable: the first of these without a gap, as a count. leases, kept: what to give back
     to the store afterwards, as (epoch, lease id) and (epoch, slot). told: the workers know of it. hints: some
     of its blocks are read from the arena, so that it leaves a hint. ended: its blocks are not its own any
-    more.
+    more. filled: dense models on GPUs: the pool's blocks of those that were computed here, from index
+    `begins_with` on; summarised: its first blocks whose summaries are ordered or come from the arena.
     """
 
     request: Request
@@ -41,6 +42,9 @@ class Host:
     told: bool = False
     hints: bool = False
     ended: bool = False
+    begins_with: int = 0
+    summarised: int = 0
+    filled: list[int] = field(default_factory=list)
     missing: set[int] = field(default_factory=set)
     places: dict[int, Place] = field(default_factory=dict)
     epochs: set[int] = field(default_factory=set)
@@ -79,7 +83,7 @@ class Host:
         """The request begins with these blocks, leased in the store."""
         for index, ref in enumerate(slots):
             self.put(index, Place(epoch, ref.slot))
-        self.known = self.durable
+        self.known = self.begins_with = self.summarised = self.durable
         self.leased(epoch, lease_ids)
 
     def lease(self, epoch: int) -> int:

@@ -25,7 +25,7 @@ multiprocessor (swap_in.cu: 24 bytes a row of 48 KiB, less the hot blocks' ids).
 LOADING = 8
 """Requests beyond max_num_seqs that may be host-backed: vLLM does not count those that load as running."""
 
-DENSE_ONLY = ("budget_tokens", "first_blocks", "selector", "dense_layers")
+DENSE_ONLY = ("budget_tokens", "first_blocks", "selector", "dense_layers", "host_tokens", "exact_in_pool")
 """Settings of sparse mode that mean nothing for a DSA model."""
 
 

@@ -9,20 +9,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvsieve_connector.device import beside, upload
-from kvsieve_connector.sparse.tables import HostTables
 
 if TYPE_CHECKING:
-    from kvsieve_connector.kernels.swap_in import LayerCache
-    from kvsieve_connector.sparse.kernel_set import KernelSet
+    from collections.abc import Callable
 
 FETCH_BLOCKS = 16
 """Multiprocessors that a fetch takes from compute; enough to keep the link busy."""
+
+
+class Layer(Protocol):
+    """cache: uint8 [*, n, m], n * m bytes a page. layer_offset: bytes from a slot's base to its page."""
+
+    @property
+    def cache(self) -> torch.Tensor: ...
+    @property
+    def layer_offset(self) -> int: ...
+
+
+class Sizes(Protocol):
+    @property
+    def blocks(self) -> int: ...
+
+
+class Tables(Protocol):
+    """sizes.blocks: most blocks of a request."""
+
+    @property
+    def sizes(self) -> Sizes: ...
+
+    def host_pages(self, req_id: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Indices of a request's blocks that are in the arena, and their slots' addresses."""
+
+
+class Kernels(Protocol):
+    @property
+    def fetch_pages(self) -> Callable[..., None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +68,7 @@ class StagedContexts:
 class Staging:
     """Two buffers of pages, used by turns. Items are (layer, contexts), in the order of attention's runs."""
 
-    def __init__(
-        self, caches: Sequence[LayerCache], tables: HostTables, kernels: KernelSet, capacity: int
-    ) -> None:
+    def __init__(self, caches: Sequence[Layer], tables: Tables, kernels: Kernels, capacity: int) -> None:
         """caches: the layers, in the order of their runs. capacity: most pages of a group of contexts."""
         self._caches, self._tables, self._kernels = caches, tables, kernels
         self._device = caches[0].cache.device

@@ -17,10 +17,11 @@ from vllm.model_executor.models.utils import extract_layer_index
 from kvsieve_connector.copy.base import LayerPages
 from kvsieve_connector.device import upload
 from kvsieve_connector.kernels.swap_in import LayerCache
+from kvsieve_connector.kernels.tables import COUNTERS
 from kvsieve_connector.metadata import HintLoad, HintSave, StepOrders
 from kvsieve_connector.settings import ConnectorSettings
 from kvsieve_connector.sparse.check import check_layers
-from kvsieve_connector.sparse.counters import CounterReader
+from kvsieve_connector.sparse.counters import CounterReader, row_stats
 from kvsieve_connector.sparse.hints import read_hint, write_hint
 from kvsieve_connector.sparse.host_worker import HostWorkerHalf
 from kvsieve_connector.sparse.kernel_set import kernel_set
@@ -79,7 +80,7 @@ class SparseWorkerHalf(HostWorkerHalf):
             workspace_rows(self._vllm_config),
             self._model_layers(list(caches)),
         )
-        self._counters = CounterReader(tables.counters, self._plan.row_bytes)
+        self._counters = CounterReader(tables.counters, COUNTERS)
         for name, impl in self._attention.items():
             impl.host = self._runtime.layers[name]
         logger.info(
@@ -132,7 +133,7 @@ class SparseWorkerHalf(HostWorkerHalf):
 
     def results(self) -> Any:
         assert self._counters is not None
-        self.stats.add(**self._counters.poll())
+        self.stats.add(**row_stats(self._counters.poll(), self._plan.row_bytes))
         self._write_hints()
         return super().results()
 

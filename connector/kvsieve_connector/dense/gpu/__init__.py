@@ -1,0 +1,1 @@
+"""Dense models' sparse tier on GPUs: hot blocks in vLLM's pool, one block table per request and KV head."""

@@ -1,0 +1,50 @@
+"""GPU memory that the sparse tier takes beside vLLM's pool: summaries of blocks, and two staging buffers.
+
+vLLM sizes its pool by what a profiling forward leaves. So that much is held during that forward, and let go
+when the caches are registered and the real tensors are made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvsieve_connector.dense.plan import DensePlan
+from kvsieve_connector.kernels.block_tables import width_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_held: torch.Tensor | None = None
+
+
+def summary_bytes(plan: DensePlan, layers: int, heads: int, dim: int, item: int) -> int:
+    """Of all summaries of a rank. item: bytes of a number."""
+    return layers * heads * plan.summary_pages * width_of(plan.selector, dim) * item
+
+
+def staging_bytes(plan: DensePlan, heads: int, dim: int, item: int) -> int:
+    """Of two contexts of one layer, as long as can be."""
+    return 2 * plan.max_blocks * plan.block_tokens * heads * 2 * dim * item
+
+
+def hold_memory(config: VllmConfig | None, heads: int, dim: int) -> None:
+    """Takes what the tier will need, once, in a profiling forward."""
+    global _held
+    if _held is not None or config is None:
+        return
+    plan = DensePlan.of_config(config)
+    model = config.model_config
+    layers = model.get_num_layers(config.parallel_config)
+    item = model.dtype.itemsize
+    size = summary_bytes(plan, layers, heads, dim, item) + staging_bytes(plan, heads, dim, item)
+    _held = torch.empty(size, dtype=torch.uint8, device=torch.cuda.current_device())
+
+
+def release_memory() -> None:
+    """Lets go of what was held."""
+    global _held
+    if _held is not None:
+        _held = None
+        torch.cuda.empty_cache()

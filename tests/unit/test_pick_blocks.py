@@ -1,0 +1,57 @@
+"""pick_blocks and summarise in torch; tests/gpu/test_dense_kernels.py runs the same bodies on the kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvsieve_connector.dense.gpu import pick_blocks_reference, summarise_reference
+from kvsieve_connector.kernels.block_tables import check_pick
+from tests.unit import pick_bodies as bodies
+
+REFERENCE = bodies.Face(pick_blocks_reference.pick_blocks, summarise_reference.summarise, "cpu")
+
+
+@pytest.mark.parametrize("case", bodies.SHAPES)
+def test_picks(case: str) -> None:
+    bodies.picks_what_scores_highest(REFERENCE, bodies.SHAPES[case])
+
+
+def test_rows_without_a_slot() -> None:
+    bodies.leaves_rows_without_a_slot_alone(REFERENCE)
+
+
+def test_long_run() -> None:
+    bodies.Long(bodies.Shape(), steps=40).run(REFERENCE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"budget": 99}, "hot buffer"),
+        ({"window": 0}, "window"),
+        ({"selector": "none"}, "selector"),
+        ({"first": -1}, "first"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_refuses_what_does_not_fit(change: dict[str, Any], message: str) -> None:
+    from dataclasses import replace
+
+    scene = bodies.Scene(REFERENCE, bodies.Shape())
+    picks = replace(scene.shape.picks, **change)
+    rows, heads, group, dim = 2, 2, 4, 64
+    with pytest.raises(ValueError, match=message):
+        check_pick(
+            scene.layers[0],
+            scene.tables,
+            picks,
+            torch.zeros((rows, heads * group, dim), dtype=torch.bfloat16),
+            torch.ones(rows, dtype=torch.int32),
+            scene.block_table,
+            torch.zeros((rows * heads, 200), dtype=torch.int32),
+            torch.zeros(rows * heads, dtype=torch.int32),
+            torch.zeros((rows * heads, group, dim), dtype=torch.bfloat16),
+        )
