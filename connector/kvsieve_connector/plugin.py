@@ -5,12 +5,14 @@ from kvsieve_connector.settings import NAME
 MODULE = "kvsieve_connector.connector"
 
 BACKENDS = {
-    "FLASHMLA_SPARSE": "sparse.backends.HostFlashMLASparseBackend",
-    "FLASH_ATTN_MLA_SPARSE": "sparse.backends.HostFlashAttnMLASparseBackend",
-    "FLASHINFER_MLA_SPARSE": "sparse.backends.HostFlashInferMLASparseBackend",
-    "FLASH_ATTN": "dense.gpu.backend.HostFlashAttentionBackend",
+    "FLASHMLA_SPARSE": "HostFlashMLASparseBackend",
+    "FLASH_ATTN_MLA_SPARSE": "HostFlashAttnMLASparseBackend",
+    "FLASHINFER_MLA_SPARSE": "HostFlashInferMLASparseBackend",
 }
-"""vLLM's backends on GPUs, and what stands in for each; the stock one unless sparse mode is on."""
+"""vLLM's sparse MLA backends, and what stands in for each; the stock one unless sparse mode is on."""
+
+FLASH_BACKEND = "kvsieve_connector.dense.gpu.backend.HostFlashAttentionBackend"
+"""The same for FlashAttention."""
 
 
 CPU_BACKEND = "kvsieve_connector.dense.backend.HostCPUAttentionBackend"
@@ -48,6 +50,7 @@ def _register_backends() -> None:
     register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
     if Version(Version(vllm.__version__).base_version) < Version("0.33"):
         return
+    register_backend(AttentionBackendEnum.FLASH_ATTN, FLASH_BACKEND)
     for name, ours in BACKENDS.items():
         if name in AttentionBackendEnum.__members__:
-            register_backend(AttentionBackendEnum[name], f"kvsieve_connector.{ours}")
+            register_backend(AttentionBackendEnum[name], f"kvsieve_connector.sparse.backends.{ours}")
