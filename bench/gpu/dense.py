@@ -26,13 +26,15 @@ BLOCK = 16
 BLOCK_BYTES = LAYERS * 8 * BLOCK * 2 * 128 * 2
 PICKING = "kvsieve-picking"
 """With kvsieve.exact_in_pool=false."""
+ENGINES = ("stock", "kvsieve", PICKING)
 STEADY = 0.985
 """Share of a query that is the same in every step, as a part of its standard deviation."""
 
 
 def measure(
+    names: Sequence[str] = ENGINES,
     *,
-    crowds: Sequence[int] = (8, 12),
+    crowds: Sequence[int] = (8,),
     prompt_tokens: int = 32_768,
     budget_tokens: int = 1024,
     hot_rows: int | None = None,
@@ -46,7 +48,10 @@ def measure(
     loads = [Load(n, prompt_tokens, n * -(-prompt_tokens // CHUNK) + 160, seed=10_000 * n) for n in crowds]
     longest = prompt_tokens + max([alone.answer_tokens, *(load.answer_tokens for load in loads)])
     blocks = HELD * -(-longest // BLOCK) + 2
-    store_gib = -(-max([2, *crowds]) * (longest + 4096) // BLOCK * BLOCK_BYTES // 2**30) + 1
+    # A pool for each engine, so that none begins with what another has saved; each has a share of the arena.
+    pools = len([name for name in names if name != "stock"])
+    one = max([2, *crowds]) * (longest + 4096) // BLOCK * BLOCK_BYTES
+    store_gib = max(pools, 1) * (-(-one // 2**30) + 1)
     arguments = {
         "model": str(_model(steady)),
         "block_size": BLOCK,
@@ -63,10 +68,11 @@ def measure(
     with TemporaryStore("--pool-size", f"{store_gib}GiB") as store:
         own: dict[str, Any] = {"mode": "sparse", "budget_tokens": budget_tokens}
         own |= {"hot_rows": hot_rows} if hot_rows else {}
-        specs = [EngineSpec("stock", arguments)]
-        for name, exact in (("kvsieve", True), (PICKING, False)):
-            transfer = kvsieve(store.endpoint, **own, exact_in_pool=exact, pool=name)
-            specs.append(EngineSpec(name, arguments | {"kv_transfer_config": transfer}))
+        specs = []
+        for name in names:
+            transfer = kvsieve(store.endpoint, **own, exact_in_pool=name != PICKING, pool=name)
+            more = {} if name == "stock" else {"kv_transfer_config": transfer}
+            specs.append(EngineSpec(name, arguments | more))
         with Engines(specs) as engines:
             rows += single(engines, alone, repetitions)
             for load in loads:
@@ -128,7 +134,8 @@ _COLUMNS = [
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu dense", description=__doc__)
-    parser.add_argument("--crowds", nargs="*", type=int, default=[8, 12], help="requests past the GPU's room")
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--crowds", nargs="*", type=int, default=[8], help="requests past the GPU's room")
     parser.add_argument("--prompt", type=int, default=32_768, help="tokens of a prompt")
     parser.add_argument("--budget", type=int, default=1024, help="tokens that a step picks")
     parser.add_argument("--hot-rows", type=int, help="of kvsieve's hot buffers")
@@ -137,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     tell(
         measure(
+            args.engines,
             crowds=args.crowds,
             prompt_tokens=args.prompt,
             budget_tokens=args.budget,
