@@ -13,7 +13,7 @@ import numpy as np
 
 from kvsieve_store.errors import KVSieveError, LinkError, UnavailableError
 from kvsieve_store.transport import wire
-from kvsieve_store.transport.base import CHUNK_BYTES, Link, chunks, seconds_left
+from kvsieve_store.transport.base import Link, chunks, seconds_left
 from kvsieve_store.transport.description import Ucx
 from kvsieve_store.transport.memory import Memory, U64Array
 from kvsieve_store.transport.ucx import lanes
@@ -58,7 +58,7 @@ class UcxLink(Link):
 
     def read(self, token: bytes, ranges: U64Array, into: U64Array, deadline: float) -> None:
         one_sided = self.way == "one-sided"
-        work = chunks(self.memory, ranges, into, wire.MAX_READ_BYTES if one_sided else CHUNK_BYTES)
+        work = chunks(self.memory, ranges, into)
         if not self._reading.acquire(timeout=seconds_left(deadline)):
             raise LinkError("another read kept the link busy until the deadline")
         try:
