@@ -76,7 +76,7 @@ EMPTY_SECONDS = 0.05
 ATTEMPTS = 4
 
 _PEER_OPTIONS = (
-    *(each for each in CHANNEL_OPTIONS if not each[0].startswith("grpc.keepalive")),
+    *(each for each in CHANNEL_OPTIONS if not each[0].startswith(("grpc.keepalive", "grpc.http2.ping"))),
     # A store that comes back is reached within about a second; gRPC's own limit is two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
