@@ -14,7 +14,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A store that hangs, or whose host vanished without closing its connections, is noticed within 5 s.
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 3_000),
-    # The former is for TCP; of a store that hangs, but whose kernel answers, and of unix sockets this one tells.
+    # The former is for TCP; a store that hangs, but whose kernel answers, is noticed by this one.
     ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.http2.max_pings_without_data", 0),
     # A new channel really connects anew: the client's own back-off is the only one.
