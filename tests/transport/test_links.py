@@ -168,9 +168,8 @@ def test_a_peer_that_is_stopped_is_given_up_long_before_the_deadline(
     link.read(peer.token, whole([0]), places(1), soon())
     peer.signal(signal.SIGSTOP)
     started = time.monotonic()
-    with pytest.raises(LinkError, match="nothing for|link to the peer broke"):
-        while True:  # what is done before it stands still
-            link.read(peer.token, whole(range(BLOCKS)), places(BLOCKS), soon(600))
+    with pytest.raises(LinkError, match=r"nothing for|link to the peer broke"):
+        link.read(peer.token, whole(range(BLOCKS)), places(BLOCKS), soon(600))
     assert time.monotonic() - started < 8  # 5 over UCX, 3 else
     peer.signal(signal.SIGCONT)
 
