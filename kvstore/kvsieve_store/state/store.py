@@ -224,9 +224,8 @@ class StoreState:
         """Says which keys held slots are to be sealed under: match_coming() finds them until they are sealed,
         given back, or the session ends. Sealed keys, and those announced for other slots, are skipped.
 
-        hold_ms: what is sealed under these keys then stays until taken(), for so many milliseconds at most,
-        and no longer than the session lasts; 0: it may be evicted at once.
-        """
+        hold_ms: what is sealed under these keys stays until taken(), so many milliseconds at most, and no
+        longer than the session; 0: it may be evicted at once."""
         session = self._sessions.get(session_id)
         new = block_keys(keys)
         check_length("slots", len(slots), "keys", len(new))
