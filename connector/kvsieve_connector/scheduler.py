@@ -296,7 +296,8 @@ class SchedulerHalf:
         attachment = self._attachment()
         if jobs and attachment is not None and attachment.peer_address and self._client is not None:
             entries = [SealEntry(job.key, job.parent, job.ref) for job in jobs]
-            self._client.announce_async(entries, epoch=self._sent_epoch)
+            seconds = self._departures.lease_seconds
+            self._client.announce_async(entries, epoch=self._sent_epoch, hold_seconds=seconds)
 
     def _seal(self, ready: list[SaveJob], client: StoreClient) -> None:
         entries = [SealEntry(job.key, job.parent, job.ref) for job in ready]

@@ -73,7 +73,10 @@ class ScriptedClient:
         self.holds.append(list(keys))
         return Future()
 
-    def announce_async(self, entries: Sequence[SealEntry], *, epoch: int | None = None) -> Future[None]:
+    def announce_async(
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold_seconds: float = 0.0
+    ) -> Future[None]:
+        assert hold_seconds == 60.0  # kvsieve.handoff_lease_ms
         self.announced.append(list(entries))
         return Future()
 

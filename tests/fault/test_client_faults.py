@@ -6,6 +6,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -94,6 +95,40 @@ def test_a_killed_store_is_noticed_at_once_and_its_successor_found(store: StoreP
             assert c.match(chain(3)).refs == ()
             assert c.seal(entries(chain(3), refs), epoch=2) == [SealResult.SEALED] * 3
             assert c.match(chain(3)).refs == tuple(refs)
+    assert changes == ["attached", "connecting", "attached", "closed"]
+
+
+@pytest.mark.parametrize("listen", ["unix", "tcp"])
+def test_a_store_that_stands_still_is_noticed_and_found_again(
+    start_store: Callable[..., StoreProcess], listen: str, unused_port: int
+) -> None:
+    """Its kernel takes what is sent to it; only a ping tells. No call has a deadline that helps."""
+    address = f"127.0.0.1:{unused_port}"
+    store = start_store("--extent-size", "1MiB", "--listen", address)
+    endpoint = address if listen == "tcp" else store.endpoint
+    changes: list[str] = []
+    with StoreClient(
+        endpoint, SPEC, engine_id="test", credit_target=16, timeout=600, on_change=changes.append
+    ) as c:
+        first = c.wait_attached(20)
+        write_chain(c, chain(3))
+        assert store.process is not None
+        store.process.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        pending = [c.match_async(chain(3)), c.seal_async(entries(chain(1, start=9), c.take_credits(1)))]
+        try:
+            for call in pending:
+                assert isinstance(call.exception(20), UnavailableError)
+            assert time.monotonic() - stopped < 7  # about 5
+            until(lambda: c.state == ClientState.CONNECTING)
+        finally:
+            store.process.send_signal(signal.SIGCONT)
+        second = c.wait_attached(20)
+        assert (second.epoch, second.instance) == (2, first.instance)
+        assert len(c.match(chain(3)).refs) == 3
+        write_chain(c, chain(2, start=20))
+        with AdminClient(store.endpoint) as admin:
+            until(lambda: [s.state for s in admin.list_sessions().sessions] == ["attached"])
     assert changes == ["attached", "connecting", "attached", "closed"]
 
 

@@ -98,6 +98,7 @@ class Host:
         """No offer, pull or lease is left, and no slot is held but by the engine."""
         end = time.monotonic() + WAIT
         names = ("kvsieve_peer_offers", "kvsieve_peer_pulls", "kvsieve_leases", "kvsieve_fencing_sessions")
+        names += ("kvsieve_held_blocks",)
         while any(self.metric(name) for name in names) or self.metric("kvsieve_sessions") > 1:
             assert time.monotonic() < end, self.store.metrics()
             time.sleep(0.05)

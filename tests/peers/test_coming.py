@@ -20,9 +20,9 @@ from kvsieve_store.transport.description import Description
 from kvsieve_store.transport.memory import Memory
 from kvsieve_store.transport.ucx.binding import why_missing
 from tests.conftest import StoreProcess
-from tests.peers.conftest import BLOCK, LAYERS, SPEC, WAIT, Host, content
+from tests.peers.conftest import BLOCK, LAYERS, SPEC, WAIT, Host, content, host
 from tests.peers.writing import LAYER, Writer, write_and_wait
-from tests.protocol.client_stores import chain, until
+from tests.protocol.client_stores import chain, entries, until
 
 Pair = tuple[Host, Host]
 COUNT = 8
@@ -328,3 +328,30 @@ def offer_of(keys: list[bytes], coming: bool = True, wait_ms: int = 0) -> pb.Off
 def follow(offer: pb.OfferResponse, **fields: int) -> pb.FollowRequest:
     values = {"step": 1, "wait_ms": 60_000, "known": offer.coming} | fields
     return pb.FollowRequest(token=offer.token, **values)
+
+
+def test_announced_blocks_of_a_full_store_wait_for_a_pull_that_lags(
+    start_store: Callable[..., StoreProcess],
+) -> None:
+    """Everything else was used lately, and the writer goes on until nothing is left for it."""
+    flags = ("--peer-transports", "tcp")
+    with host(start_store, "--pool-size", "8MiB", *flags) as source, host(start_store, *flags) as target:
+        writer = Writer(source.client, COUNT, hold_seconds=WAIT)
+        writer.write(range(LAYERS))
+        writer.seal()
+        assert source.metric("kvsieve_held_blocks") == COUNT
+        for start in range(100, 200, 4):
+            source.client.reserve(4)
+            refs = source.client.take_credits(4)
+            source.client.seal(entries(chain(4, start)[: len(refs)], refs))
+            source.client.release(source.client.match(chain(4, start)).lease_ids)
+        assert source.holds(writer.keys) == COUNT
+        assert target.pull(source.store.endpoint, writer.keys).present == COUNT
+        until(lambda: not source.metric("kvsieve_held_blocks"))
+        source.settled()
+        later = Writer(source.client, COUNT, start=COUNT, hold_seconds=WAIT)
+        later.write(range(LAYERS))
+        later.seal()
+        assert source.client.hold(writer.keys + later.keys, seconds=0.5) == 2 * COUNT
+        assert not source.metric("kvsieve_held_blocks")
+        source.settled()  # once that hold is over

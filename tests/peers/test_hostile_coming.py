@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from kvsieve.v1 import peer_pb2 as pb
-from tests.peers.conftest import LAYERS, WAIT, Host
+from kvsieve_store.client import AdminClient
+from kvsieve_store.peers.following import Promises
+from tests.conftest import StoreProcess
+from tests.peers.conftest import LAYERS, WAIT, Host, host
 from tests.peers.liars import liar, refuses, same
 from tests.peers.writing import Writer
 from tests.protocol.client_stores import until
@@ -89,6 +93,56 @@ def test_wrong_digests_seal_nothing(pair: Pair) -> None:
     assert target.holds(writer.keys) == COUNT
     target.settled()
     source.settled()
+
+
+def test_what_is_promised_takes_no_slot_before_a_byte_of_it_is_there(pair: Pair) -> None:
+    source, target = pair
+    writer = Writer(source.client, COUNT)
+    target.client.wait_attached(WAIT)
+    with ThreadPoolExecutor() as pool, AdminClient(target.store.endpoint) as admin:
+
+        def taken() -> int:
+            return admin.list_pools().pools[0].writing_slots
+
+        pulled = pool.submit(target.pull, source.store.endpoint, writer.keys, wait_seconds=WAIT)
+        until(lambda: source.metric("kvsieve_peer_offers"))
+        time.sleep(0.3)
+        assert taken() == 0
+        writer.write([0])
+        until(lambda: taken() == COUNT)
+        writer.write(range(1, LAYERS))
+        writer.seal()
+        assert pulled.result(WAIT).present == COUNT
+        assert taken() == 0
+    target.settled()
+    source.settled()
+
+
+def test_a_source_that_does_not_deliver_keeps_its_part_of_the_slots_at_most(
+    start_store: Callable[..., StoreProcess],
+) -> None:
+    flags = ("--peer-transports", "tcp")
+    with host(start_store, *flags) as source, host(start_store, "--pool-size", "16MiB", *flags) as target:
+        target.client.wait_attached(WAIT)
+        room = target.client.attachment.slots
+        writer = Writer(source.client, room)
+        writer.write([0])
+        with ThreadPoolExecutor() as pool, AdminClient(target.store.endpoint) as admin:
+            halves = writer.keys[: room // 2], writer.keys[room // 2 :]
+            pulls = [
+                pool.submit(target.pull, source.store.endpoint, keys, wait_seconds=WAIT) for keys in halves
+            ]
+            until(lambda: admin.list_pools().pools[0].writing_slots == room // Promises.PART)
+            time.sleep(0.3)
+            assert admin.list_pools().pools[0].writing_slots == room // Promises.PART
+            # All else is there for others; and nothing is lost for those who wait.
+            assert target.client.reserve(room) == room - room // Promises.PART
+            target.client.release(refs=target.client.take_credits(room))
+            writer.write(range(1, LAYERS))
+            writer.seal()
+            assert sum(pull.result(WAIT).present for pull in pulls) == room
+        target.settled()
+        source.settled()
 
 
 def test_blocks_that_come_no_more_again_and_again_are_given_up(pair: Pair) -> None:

@@ -15,7 +15,7 @@ LAYER = BLOCK // LAYERS
 class Writer:
     """Blocks with content(), announced at a client's store."""
 
-    def __init__(self, client: StoreClient, count: int, start: int = 0) -> None:
+    def __init__(self, client: StoreClient, count: int, start: int = 0, hold_seconds: float = 0.0) -> None:
         """start: number of the first block."""
         self.client, self.start = client, start
         attachment = client.wait_attached(WAIT)
@@ -24,7 +24,7 @@ class Writer:
         self.refs = client.take_credits(count)
         assert len(self.refs) == count
         self.arena = ArenaMap(attachment)
-        client.announce(self.entries)
+        client.announce(self.entries, hold_seconds=hold_seconds)
 
     @property
     def entries(self) -> list[SealEntry]:

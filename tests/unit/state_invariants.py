@@ -25,7 +25,7 @@ class CheckedStoreModel(StoreModel):
                 assert (row.slot, row.generation) == (block.slot, block.generation)
                 assert (row.parent, row.pinned) == (block.parent, block.pinned)
                 assert row.children == len(self.children(name, k))
-                assert row.leases == sum(k in each for each in leases)
+                assert row.leases == sum(k in each for each in leases) + (k in self.handoffs[name])
 
     @invariant()
     def every_slot_is_in_one_place(self) -> None:
@@ -80,6 +80,13 @@ class CheckedStoreModel(StoreModel):
             assert not announced.keys() & self.blocks[name].keys()
 
     @invariant()
+    def what_is_held_was_announced_by_a_session_that_is_there(self) -> None:
+        for name, held in self.handoffs.items():
+            assert len(self.pool(name).handoffs) == len(held)
+            assert held.keys() <= self.blocks[name].keys()
+            assert all(session_id in self.live() for session_id, _ in held.values())
+
+    @invariant()
     def index_and_order_agree_with_the_table(self) -> None:
         for name, blocks in self.blocks.items():
             pool = self.pool(name)
@@ -125,6 +132,7 @@ class CheckedStoreModel(StoreModel):
         )
         assert totals.owned_bytes == sum(row.owned_bytes for row in rows)
         assert totals.leases == len(self.leases)
+        assert totals.held_blocks == sum(map(len, self.handoffs.values()))
         assert totals.sessions == len(self.live())
         assert totals.sessions + totals.fencing_sessions == len(self.sessions)
         listed = [(row.pool, row.held_slots, row.leases) for row in self.state.list_sessions(self.now)]

@@ -104,6 +104,10 @@ class StoreModel(RuleBasedStateMachine):
         self.generations: dict[tuple[str, int], int] = {}
         self.announced: dict[str, dict[bytes, int]] = {}
         """Per pool, the slot that is being written under each key."""
+        self.to_hold: dict[str, dict[bytes, float]] = {}
+        """Per pool, for how long announced keys are to be held; only those that are."""
+        self.handoffs: dict[str, dict[bytes, tuple[bytes, float]]] = {}
+        """Per pool, who has announced a block that is held, and until when."""
         self.leaving: dict[str, set[int]] = {}
         """Per pool, slots that were given back while they were leased."""
 
@@ -121,7 +125,8 @@ class StoreModel(RuleBasedStateMachine):
 
     def leased(self, name: str) -> set[bytes]:
         leases = self.leases.values()
-        return {k for lease in leases if self.sessions[lease.session].pool == name for k in lease.keys}
+        leased = {k for lease in leases if self.sessions[lease.session].pool == name for k in lease.keys}
+        return leased | self.handoffs[name].keys()
 
     def leased_slots(self, name: str) -> set[int]:
         """Being written, or given back since."""
@@ -205,7 +210,9 @@ class StoreModel(RuleBasedStateMachine):
             assert evictions or not self.blocks[name]
             assert all(session.pool != name for session in self.sessions.values())
             assert not self.leaving[name]
+            assert not self.handoffs[name]
             del self.blocks[name], self.extents[name], self.announced[name], self.leaving[name]
+            del self.to_hold[name], self.handoffs[name]
         for name, blocks in self.blocks.items():
             pool = self.pool(name)
             there = {row.key for row in self.state.list_blocks(name, 1000, "").blocks}

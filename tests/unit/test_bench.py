@@ -73,7 +73,7 @@ def test_handoff() -> None:
     keys = {"transport", "block_bytes", "last_blocks", "block_us", "pulled_p50_us", "p50_us", "p99_us"}
     keys |= {"sealed_only_p50_us", "ratio"}
     check(Report("handoff", {}, report.rows[:1]), 1, keys, goals=0)
-    check(Report("handoff", {}, report.rows[1:]), 2, {"transport", "pulls", "match_p99_us"}, goals=0)
+    check(Report("handoff", {}, report.rows[1:]), 3, {"transport", "store", "pulls", "match_p99_us"}, goals=0)
     assert len(report.goals) == 2
 
 

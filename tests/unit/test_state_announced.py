@@ -127,3 +127,71 @@ def test_a_full_store_in_which_all_was_used_keeps_what_was_announced_for_a_while
     writer.seal(grant, keys(1, 2, 3))
     assert len(writer.reserve(3)) == 3
     assert [has(state, number) for number in (1, 2, 3)] == [announced] * 3
+
+
+def full_store(hold_ms: int) -> tuple[StoreState, Engine, Grant]:
+    """All of it held by one writer, three slots announced as blocks 1 to 3 and sealed."""
+    state = StoreState(settings(extents=2))
+    writer = attach(state, name="writer")
+    everything = writer.reserve(1000)
+    slots, generations = everything.slots[:3], everything.generations[:3]
+    state.announce(writer.id, keys(1, 2, 3), slots, generations, 0.0, hold_ms)
+    writer.seal(everything, keys(1, 2, 3))
+    for number in (1, 2, 3):
+        writer.match(number)
+    return state, writer, everything
+
+
+def there(state: StoreState) -> list[bool]:
+    return [has(state, number) for number in (1, 2, 3)]
+
+
+def test_blocks_that_were_announced_with_a_hold_stay_until_they_are_taken() -> None:
+    state, writer, _ = full_store(60_000)
+    assert len(writer.reserve(3)) == 0
+    state.clear("pool")
+    assert state.evict("pool", keys(1), 0, 0.0).evicted == 0
+    assert there(state) == [True] * 3
+    state.taken(spec().pool_id(), keys(9, 2, 2))
+    assert len(writer.reserve(3)) == 1
+    assert there(state) == [True, False, True]
+    state.taken(bytes(32), keys(1))
+    state.taken(spec().pool_id(), keys(1, 2, 3))
+    assert len(writer.reserve(3)) == 2
+
+
+def test_without_a_hold_they_may_go() -> None:
+    state, writer, _ = full_store(0)
+    assert len(writer.reserve(3)) == 3
+    assert there(state) == [False] * 3
+
+
+def test_a_hold_ends_with_its_time() -> None:
+    state, writer, _ = full_store(5_000)
+    state.tick(4.9)
+    assert len(writer.reserve(1)) == 0
+    state.tick(5.0)
+    assert len(writer.reserve(3)) == 3
+
+
+def test_a_hold_ends_with_the_session_that_announced_it() -> None:
+    state, writer, _ = full_store(600_000)
+    other = attach(state, name="other")
+    state.end_session(writer.id, 0.0)
+    assert len(other.reserve(3)) == 3
+
+
+def test_a_hold_is_on_whichever_slot_is_sealed_under_the_key() -> None:
+    scene = Scene()
+    scene.state.announce(
+        scene.writer.id, keys(8), scene.grant.slots[:1], scene.grant.generations[:1], 0.0, 60_000
+    )
+    scene.reader.save(8)
+    scene.state.clear("pool")
+    assert has(scene.state, 8)
+    scene.state.end_session(scene.reader.id, 0.0)
+    scene.state.clear("pool")
+    assert has(scene.state, 8)  # the writer's hold
+    scene.state.end_session(scene.writer.id, 0.0)
+    scene.state.clear("pool")
+    assert not has(scene.state, 8)

@@ -94,6 +94,8 @@ class StoreMachine(CheckedStoreModel):
             self.extents.setdefault(name, set())
             self.announced.setdefault(name, {})
             self.leaving.setdefault(name, set())
+            self.to_hold.setdefault(name, {})
+            self.handoffs.setdefault(name, {})
             self.sessions[session_id] = SessionModel(name, credits, self.now)
             self.took(session_id, grant, self.credits(session_id))
 
@@ -118,6 +120,8 @@ class StoreMachine(CheckedStoreModel):
         session.ended = True
         kept = {k: s for k, s in self.announced[session.pool].items() if s not in session.held}
         self.announced[session.pool] = kept
+        held = self.handoffs[session.pool]
+        self.handoffs[session.pool] = {k: hold for k, hold in held.items() if hold[0] != session_id}
         self.refuses(NotFoundError, lambda: self.state.match(session_id, KEYS[0], 0, self.now))
         self.settle()
 
@@ -145,6 +149,8 @@ class StoreMachine(CheckedStoreModel):
                 self.sessions[lease.session].leases.remove(lease_id)
                 del self.leases[lease_id]
         self.unleased()
+        for name, held in self.handoffs.items():
+            self.handoffs[name] = {k: hold for k, hold in held.items() if hold[1] > self.now}
         self.settle(evictions=True)
         for name in self.blocks:
             pool = self.pool(name)
@@ -225,6 +231,8 @@ class StoreMachine(CheckedStoreModel):
             lease_id,
         )
         new: set[bytes] = set()
+        for k in {k for k, _, _ in entries} - blocks.keys():
+            self.held_from_now_on(session.pool, k)
         for (k, parent, slot), status in zip(entries, sealed.status.tolist(), strict=True):
             assert status == (2 if k in blocks else 1)
             if status == 1:
@@ -245,6 +253,13 @@ class StoreMachine(CheckedStoreModel):
         session.last_seen = self.now
         self.took(session_id, sealed.grant, self.credits(session_id) - len(session.held))
 
+    def held_from_now_on(self, name: str, k: bytes) -> None:
+        """Books the hold on a block that was announced with one, by whomever."""
+        if k in self.announced[name] and k in self.to_hold[name]:
+            slot = self.announced[name][k]
+            (writer,) = (s for s, m in self.sessions.items() if m.pool == name and slot in m.held)
+            self.handoffs[name][k] = (writer, self.now + self.to_hold[name][k])
+
     def sealed_under(self, name: str, slot: int, k: bytes) -> None:
         """Books what becomes of announcements and of leases on a slot that was being written."""
         self.announced[name].pop(k, None)
@@ -255,8 +270,8 @@ class StoreMachine(CheckedStoreModel):
                 lease.keys.add(k)
 
     @precondition(lambda self: self.holders())
-    @rule(data=st.data(), new_keys=some_keys)
-    def announce(self, data: st.DataObject, new_keys: list[bytes]) -> None:
+    @rule(data=st.data(), new_keys=some_keys, hold_ms=lease_lengths)
+    def announce(self, data: st.DataObject, new_keys: list[bytes], hold_ms: int) -> None:
         session_id = data.draw(st.sampled_from(self.holders()))
         session = self.sessions[session_id]
         entries = list(zip(new_keys, data.draw(st.permutations(sorted(session.held))), strict=False))
@@ -266,17 +281,30 @@ class StoreMachine(CheckedStoreModel):
             np.array([slot for _, slot in entries], np.uint32),
             np.array([session.held[slot] for _, slot in entries], np.uint32),
             self.now,
+            hold_ms,
         )
-        announced = self.announced[session.pool]
+        announced, to_hold = self.announced[session.pool], self.to_hold[session.pool]
         for k, slot in entries:
             if k not in self.blocks[session.pool] and k not in announced:
                 for other in [other for other, s in announced.items() if s == slot]:
                     del announced[other]
                 announced[k] = slot
+                to_hold.pop(k, None)
+                to_hold |= {k: hold_ms / 1000} if hold_ms else {}
         session.last_seen = self.now
 
+    @rule(name=names, taken=few_keys)
+    def taken(self, name: str, taken: list[bytes]) -> None:
+        self.state.taken(POOLS[name].pool_id(), b"".join(taken))
+        if name in self.blocks and self.pool(name).spec == POOLS[name]:
+            for k in taken:
+                self.handoffs[name].pop(k, None)
+        self.settle()
+
     @precondition(lambda self: self.live())
-    @rule(data=st.data(), fault=st.sampled_from(["slot", "generation", "twice", "zero key", "length"]))
+    @rule(
+        data=st.data(), fault=st.sampled_from(["slot", "generation", "twice", "zero key", "length", "hold"])
+    )
     def announce_refused(self, data: st.DataObject, fault: str) -> None:
         session_id = self.draw_session(data)
         held = self.sessions[session_id].held
@@ -289,8 +317,10 @@ class StoreMachine(CheckedStoreModel):
         elif fault == "twice":
             slots, generations, block_keys = slots * 2, generations * 2, KEYS[:2]
         else:
-            block_keys, error = {"zero key": [ROOT], "length": KEYS[:2]}[fault], InvalidRequestError
-        arguments = (np.array(slots, np.uint32), np.array(generations, np.uint32), self.now)
+            block_keys = {"zero key": [ROOT], "length": KEYS[:2], "hold": block_keys}[fault]
+            error = InvalidRequestError
+        hold_ms = MAX_LEASE_MS + (fault == "hold" and error is InvalidRequestError)
+        arguments = (np.array(slots, np.uint32), np.array(generations, np.uint32), self.now, hold_ms)
         self.refuses(error, lambda: self.state.announce(session_id, b"".join(block_keys), *arguments))
 
     @precondition(lambda self: any(self.announced.values()))

@@ -75,8 +75,9 @@ def measure(
 
     Times run from the call that seals the last block until the reader's match has it, beside what a read of
     one block takes by the same transport. Every other prompt is announced, so that its layers are read as
-    they are written; the ratio is that of the medians, with to without. Then matches of `keys` keys at the
-    pulling store, with nobody pulling and during such hand-offs, one after the other.
+    they are written; the ratio is that of the medians, with to without. Then matches of `keys` keys: at the
+    pulling store with nobody pulling; during such hand-offs at a third one, which has no part in them, so
+    that it is seen what the machine is short of; and at the one that pulls.
     """
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
@@ -120,7 +121,7 @@ def _named(case: Case) -> str:
 
 
 class _Pair:
-    """Two stores, of which the one reads from the other by one transport."""
+    """Two stores, of which the one reads from the other by one transport, and one beside them."""
 
     def __init__(self, transport: str, pool_size: str) -> None:
         self.transport = transport
@@ -133,6 +134,7 @@ class _Pair:
         with ExitStack() as exits:
             self.source = exits.enter_context(TemporaryStore(*self._flags)).endpoint
             self.target = exits.enter_context(TemporaryStore(*self._flags)).endpoint
+            self.beside = exits.enter_context(TemporaryStore(*self._flags)).endpoint
             self.engine = None
             if self.transport == "ucx":
                 self.engine = Engine("tcp", {"NET_DEVICES": "lo"})
@@ -289,16 +291,17 @@ def _handed_over(pair: _Pair, case: Case, repetitions: int) -> dict[str, Any]:
 
 
 def _matched(pair: _Pair, stream: Case, matches: int, keys: int) -> list[dict[str, Any]]:
-    """Matches at the store that pulls: with nobody pulling, then while it does."""
+    """Matches with nobody pulling, then while one store does: at a third one, and at this one."""
     rows = []
-    for pulls in (False, True):
+    cases = ((pair.target, False, "target"), (pair.beside, True, "beside"), (pair.target, True, "target"))
+    for endpoint, pulls, store in cases:
         with (
-            Matcher(pair.target, pool("match"), keys, matches, 0.005) as matcher,
+            Matcher(endpoint, pool("match"), keys, matches, 0.005) as matcher,
             _pulling(pair, stream, pulls),
         ):
             seconds = matcher.go()
         times = {f"match_{name}": value for name, value in latencies_us(seconds).items()}
-        rows.append({"transport": pair.transport, "pulls": pulls, **times})
+        rows.append({"transport": pair.transport, "store": store, "pulls": pulls, **times})
     return rows
 
 

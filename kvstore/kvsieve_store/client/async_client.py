@@ -234,13 +234,21 @@ class AsyncStoreClient:
         held = await session.seal(entries, hold=hold, lease=lease) if entries else Held()
         return held if hold else held.results
 
-    async def announce(self, entries: Sequence[SealEntry], *, epoch: int | None = None) -> None:
+    async def announce(
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold_seconds: float = 0.0
+    ) -> None:
         """Says which keys slots will be sealed under that are being written now, so that other stores can
         read them as layers land (ArenaMap.set_layers_done); no match finds them. It ends with the seal, the
-        slot or the session. Raises UnavailableError when `epoch` is over, SlotNotHeldError and
-        InvalidRequestError, which name the entry."""
+        slot or the session.
+
+        hold_seconds: from their seal on the blocks are kept for another store: until it has pulled them,
+        hold() has named them, or so many seconds have passed, and no longer than the session lasts. 0: they
+        may be evicted. Raises UnavailableError when `epoch` is over, SlotNotHeldError and
+        InvalidRequestError, which name the entry.
+        """
         check_entries(entries)
-        await self._live(epoch).announce(entries)
+        check_seconds("hold_seconds", hold_seconds, MAX_SECONDS, zero=True)
+        await self._live(epoch).announce(entries, hold_seconds)
 
     async def release(
         self, lease_ids: Sequence[int] = (), refs: Sequence[SlotRef] = (), *, epoch: int | None = None

@@ -103,7 +103,7 @@ def seal_requests(
 
 
 def announce_requests(
-    session_id: bytes, entries: Sequence[SealEntry], limit: int
+    session_id: bytes, entries: Sequence[SealEntry], hold_ms: int, limit: int
 ) -> Iterator[pb.AnnounceRequest]:
     """At most `limit` entries each."""
     for batch in _cut(entries, limit):
@@ -113,6 +113,7 @@ def announce_requests(
             keys=b"".join(entry.key for entry in batch),
             slots=[entry.ref.slot for entry in batch],
             generations=[entry.ref.generation for entry in batch],
+            hold_ms=hold_ms,
         )
 
 

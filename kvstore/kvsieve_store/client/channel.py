@@ -11,9 +11,11 @@ _MAX_MESSAGE_BYTES = 16 << 20
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    # A store host that vanished without closing its connections is noticed within 20 s.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    # A store that hangs, or whose host vanished without closing its connections, is noticed within 5 s.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    # The former is for TCP; a store that hangs, but whose kernel answers, is noticed by this one.
+    ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.http2.max_pings_without_data", 0),
     # A new channel really connects anew: the client's own back-off is the only one.
     ("grpc.use_local_subchannel_pool", 1),

@@ -168,9 +168,9 @@ class Session:
                 task.add_done_callback(lambda done: self._hold_unread(entries, lease, done))
             raise
 
-    async def announce(self, entries: Sequence[SealEntry]) -> None:
+    async def announce(self, entries: Sequence[SealEntry], hold_seconds: float) -> None:
         """Goes on when the caller is cancelled."""
-        await asyncio.shield(self._keep(self._announce(entries)))
+        await asyncio.shield(self._keep(self._announce(entries, int(hold_seconds * 1000))))
 
     async def release(self, lease_ids: Sequence[int], refs: Sequence[SlotRef]) -> None:
         """Leases and unused slots back to the store. Goes on when the caller is cancelled."""
@@ -285,8 +285,8 @@ class Session:
             raise
         return Held(results, tuple(leases), self.attachment.epoch)
 
-    async def _announce(self, entries: Sequence[SealEntry]) -> None:
-        for request in batches.announce_requests(self._id, entries, self._limits.max_batch):
+    async def _announce(self, entries: Sequence[SealEntry], hold_ms: int) -> None:
+        for request in batches.announce_requests(self._id, entries, hold_ms, self._limits.max_batch):
             await self._call("Announce", self._stub.Announce, request)
 
     async def _release(self, lease_ids: Sequence[int], refs: Sequence[SlotRef]) -> None:

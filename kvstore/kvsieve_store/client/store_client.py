@@ -204,12 +204,16 @@ class StoreClient:
             unread=lambda held: self._give_back(held.new_leases(lease), held.kept(entries), held.epoch),
         )
 
-    def announce(self, entries: Sequence[SealEntry], *, epoch: int | None = None) -> None:
+    def announce(
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold_seconds: float = 0.0
+    ) -> None:
         """Lets other stores read slots while they are written; see AsyncStoreClient.announce()."""
-        self._wait(self.announce_async(entries, epoch=epoch))
+        self._wait(self.announce_async(entries, epoch=epoch, hold_seconds=hold_seconds))
 
-    def announce_async(self, entries: Sequence[SealEntry], *, epoch: int | None = None) -> Future[None]:
-        return self._submit(lambda: self._core.announce(entries, epoch=epoch))
+    def announce_async(
+        self, entries: Sequence[SealEntry], *, epoch: int | None = None, hold_seconds: float = 0.0
+    ) -> Future[None]:
+        return self._submit(lambda: self._core.announce(entries, epoch=epoch, hold_seconds=hold_seconds))
 
     def release(
         self, lease_ids: Sequence[int] = (), refs: Sequence[SlotRef] = (), *, epoch: int | None = None

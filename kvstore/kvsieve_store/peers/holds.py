@@ -60,6 +60,7 @@ class Holds:
             raise CapacityError(f"hold_ms: {MAX_HOLDS} hand-offs are held, the most; try again later")
         pool_id = session.pool_id
         if self._taken.pop((pool_id, keys[-KEY_BYTES:]), 0.0) > core.now():
+            core.state.taken(pool_id, keys)
             return 0
         holder = self._sessions.get(pool_id)
         if holder is None:
@@ -71,6 +72,7 @@ class Holds:
             if held:
                 place = (pool_id, keys[(held - 1) * KEY_BYTES : held * KEY_BYTES])
                 self._end(place)
+                core.state.taken(pool_id, keys)  # from now on it is this hold that keeps them
                 self._holds[place] = _Hold(match.lease_id, core.now() + hold_ms / 1000)
         finally:
             self._close_idle()

@@ -189,7 +189,9 @@ class Offers:
         if offer is not None:
             if offer.coming is not None:
                 offer.coming.close()
-            self._holds.taken(offer.session.session.pool_id, offer.keys[: taken * KEY_BYTES])
+            pool_id, keys = offer.session.session.pool_id, offer.keys[: taken * KEY_BYTES]
+            self._core.state.taken(pool_id, keys)
+            self._holds.taken(pool_id, keys)
             loop = asyncio.get_running_loop()
 
             def drained() -> None:

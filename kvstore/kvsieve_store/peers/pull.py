@@ -28,7 +28,7 @@ from kvsieve_store.errors import (
     UnavailableError,
 )
 from kvsieve_store.peers.families import map_of_offer
-from kvsieve_store.peers.following import Following
+from kvsieve_store.peers.following import Following, Promises
 from kvsieve_store.peers.links import PeerLinks
 from kvsieve_store.peers.plan import PullPlan
 from kvsieve_store.peers.plane import DIGEST_BYTES, SHORT_BYTES, DataPlane
@@ -76,7 +76,7 @@ EMPTY_SECONDS = 0.05
 ATTEMPTS = 4
 
 _PEER_OPTIONS = (
-    *(each for each in CHANNEL_OPTIONS if not each[0].startswith("grpc.keepalive")),
+    *(each for each in CHANNEL_OPTIONS if not each[0].startswith(("grpc.keepalive", "grpc.http2.ping"))),
     # A store that comes back is reached within about a second; gRPC's own limit is two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
@@ -94,13 +94,14 @@ NO_KEY = bytes(KEY_BYTES)
 @dataclass(eq=False, slots=True)
 class Common:
     """What the pulls of a store have in common. claims: (source, pool id, key) -> the pull that brings the
-    block; others of the same source wait for it. waits: times that a pull waited for blocks that the other
-    store had not got; only grows."""
+    block; others of the same source wait for it. promises: blocks on their way. waits: times that a pull
+    waited for blocks that the other store had not got; only grows."""
 
     core: Core
     plane: DataPlane
     links: PeerLinks
     claims: dict[tuple[str, bytes, bytes], Pull] = field(default_factory=dict)
+    promises: Promises = field(default_factory=Promises)
     waits: int = 0
 
 
@@ -270,7 +271,7 @@ class Pull:
             digests=True,
             wait_ms=int(wait * 1000),
             pool=self._inner.session.pool.spec.to_proto(),
-            coming=wait > 0 and self._order is not None,
+            coming=wait > 0 and self._order is not None and self._room_for_promises() > 0,
         )
         slot_bytes = self._inner.layout.slot_bytes
         hashing = slot_bytes * (len(self._keys) - self._first) * DIGEST_SECONDS
@@ -332,46 +333,61 @@ class Pull:
 
     async def _follow(self) -> None:
         """Blocks that are still being written over there: layers as they come, sealed once they are."""
-        core, plan = self._core, self.plan
-        grant = core.reserve_inner(self._inner, min(plan.coming, MAX_BATCH))
-        if not len(grant):
-            plan.stop("slots: none is free, and none can be freed")
-            return
+        plan, at = self.plan, self.plan.present - self._first
         assert self._description is not None
         assert self._order is not None
         following = Following(
             self._links,
             self._plane,
             self._order,
-            self.source,
+            (self.source, self._pool_id),
             (self._description, self._offer.token),
-            plan.present - self._first,
-            plan.present - self._first - self._offer.blocks,
-            grant,
-            self._inner.layout.slot_addresses(grant.slots),
+            (at, at - self._offer.blocks),
+            min(plan.coming, MAX_BATCH),
         )
+        self._common.promises.begin(following)
         try:
-            while len(following.rest) and plan.step == "follow":
+            while following.left and plan.step == "follow":
                 await self._follow_on(following)
         except NotFoundError as error:
             raise UnavailableError(str(error)) from None
         finally:
+            self._common.promises.end(following)
             self._links.counters_of(self.source).early += following.early
-            core.give_back_inner(self._inner, following.rest)
+            self._core.give_back_inner(self._inner, following.rest)
+
+    def _room_for_promises(self) -> int:
+        """Slots that may be taken for blocks that are still being written."""
+        slots = self._inner.session.pool.quota * self._inner.layout.slots_per_extent
+        return self._common.promises.room(self.source, self._pool_id, slots)
+
+    def _take_slots(self, following: Following, reply: pb.FollowResponse) -> int:
+        """For blocks of which something is there to be read now; as many as can be had."""
+        wanted = min(following.left, self._room_for_promises())
+        grant = self._core.reserve_inner(self._inner, wanted) if wanted else Grant.none()
+        following.take(grant, self._inner.layout.slot_addresses(grant.slots), reply)
+        if wanted and not len(grant):
+            self.plan.stop("slots: none is free, and none can be freed")
+        elif not wanted:
+            self.plan.came_no_more()
+        return len(grant)
 
     async def _follow_on(self, following: Following) -> None:
-        plan, count = self.plan, len(following.rest)
+        plan, count = self.plan, following.known
         wait = min(self._patience_for_blocks(), WAIT_SLICE_SECONDS)
         call = self._stub.Follow(following.request(wait), timeout=wait + ANSWER_SECONDS)
         reply = await self._call("Follow", call)
+        said = len(reply.layers)
         if following.is_news(reply):
+            if not following.has_slots and not self._take_slots(following, reply):
+                return
             whole = await following.read(reply, BATCH_BYTES, READ_SECONDS)
             if whole:
                 good = following.sound(reply.digests)
                 self._landed(following.over(whole), good)
         else:
             await asyncio.sleep(EMPTY_SECONDS)
-        if len(reply.layers) < count or not wait:
+        if said < count or not wait:
             plan.came_no_more()
 
     def _landed(self, grant: Grant, good: int) -> None:

@@ -248,9 +248,13 @@ class Core:
             self.peers.offers.came(self.state.session(session_id).pool_id, keys)
         return sealed
 
-    def announce(self, session_id: bytes, keys: bytes, slots: U32Array, generations: U32Array) -> None:
-        """StoreState.announce(), and tells who waits for one of the blocks."""
-        self.state.announce(session_id, keys, slots, generations, self.now())
+    def announce(
+        self, session_id: bytes, keys: bytes, slots: U32Array, generations: U32Array, hold_ms: int
+    ) -> None:
+        """StoreState.announce(), and tells who waits for one of the blocks. Nothing is held in a store that
+        serves no peers."""
+        hold_ms = hold_ms if self.settings.peer_address is not None else 0
+        self.state.announce(session_id, keys, slots, generations, self.now(), hold_ms)
         if self.peers is not None:
             self.peers.offers.came(self.state.session(session_id).pool_id, keys)
 

@@ -167,6 +167,11 @@ class StateCollector(Collector):
                 totals.fencing_sessions,
             ),
             ("kvsieve_leases", "Leases held.", totals.leases),
+            (
+                "kvsieve_held_blocks",
+                "Announced blocks that stay until another store has them.",
+                totals.held_blocks,
+            ),
         ):
             yield GaugeMetricFamily(name, help_text, value=value)
 

@@ -66,7 +66,11 @@ class StoreService(store_pb2_grpc.StoreServicer):
 
     async def Announce(self, request: pb.AnnounceRequest, context: Context) -> pb.AnnounceResponse:
         self._core.announce(
-            request.session_id, request.keys, _array(request.slots), _array(request.generations)
+            request.session_id,
+            request.keys,
+            _array(request.slots),
+            _array(request.generations),
+            request.hold_ms,
         )
         return pb.AnnounceResponse()
 

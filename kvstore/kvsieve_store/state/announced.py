@@ -16,6 +16,7 @@ class Announced:
     def __init__(self) -> None:
         self._slots: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
+        self._holds: dict[int, float] = {}
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -24,14 +25,17 @@ class Announced:
         """Of all pairs."""
         return list(self._keys)
 
-    def add(self, keys: KeyArray, slots: SlotArray) -> None:
-        """A key that is there stays with its slot; a slot that is there gets the new key."""
+    def add(self, keys: KeyArray, slots: SlotArray, hold: float = 0.0) -> None:
+        """A key that is there stays with its slot; a slot that is there gets the new key. hold: seconds that
+        the blocks are to stay, once sealed."""
         for row, slot in enumerate(slots.tolist()):
             key = keys[row].tobytes()
             if key not in self._slots:
                 self._forget(slot)
                 self._slots[key] = slot
                 self._keys[slot] = key
+                if hold:
+                    self._holds[slot] = hold
 
     def find_prefix(self, keys: KeyArray, most: int) -> list[int]:
         """Slots of the longest announced prefix of `keys`, `most` at most."""
@@ -43,9 +47,10 @@ class Announced:
             found.append(slot)
         return found
 
-    def among(self, slots: SlotArray) -> list[int]:
-        """Those of the slots that are in a pair."""
-        return [slot for slot in slots.tolist() if slot in self._keys]
+    def holds(self, keys: KeyArray) -> list[tuple[int, int, float]]:
+        """Of the keys that are in a pair: row, slot, and for how many seconds the block is to stay."""
+        slots = [self._slots.get(keys[row].tobytes(), -1) for row in range(len(keys))]
+        return [(row, slot, self._holds.get(slot, 0.0)) for row, slot in enumerate(slots) if slot >= 0]
 
     def drop_slots(self, slots: Iterable[int]) -> None:
         """Forgets the pairs of slots; others are skipped."""
@@ -63,3 +68,4 @@ class Announced:
         key = self._keys.pop(slot, None)
         if key is not None:
             del self._slots[key]
+            self._holds.pop(slot, None)

@@ -10,6 +10,7 @@ from kvsieve_store.protocol.spec import PoolSpec
 from kvsieve_store.state.announced import Announced
 from kvsieve_store.state.arrays import BoolArray, I32Array, KeyArray, SlotArray, U8Array, U32Array, as_slots
 from kvsieve_store.state.changes import Changes
+from kvsieve_store.state.handoffs import Handoffs
 from kvsieve_store.state.index import KeyIndex
 from kvsieve_store.state.protection import Protection
 from kvsieve_store.state.results import Counters, Grant
@@ -29,7 +30,8 @@ class Pool:
 
     spec, layout: the fingerprint, and where its slots lie. extents: extent numbers that the pool owns.
     quota: most extents that it may own. attached, fencing: sessions in each state. last_used: seconds.
-    announced: keys of writing slots. writing: slots in that state; leaving: of these, given back but leased.
+    announced: keys of writing slots. handoffs: sealed blocks that were, and are held.
+    writing: slots in that state; leaving: of these, given back but leased.
     refilling: the tick is evicting up to the high watermark. changes: told of blocks that come and go.
     """
 
@@ -55,6 +57,7 @@ class Pool:
         self.protection = Protection(self.table, layout.slots_per_extent)
         self.counters = Counters()
         self.announced = Announced()
+        self.handoffs = Handoffs()
         self.writing = 0
         self.leaving = 0
         self.attached = 0
@@ -152,17 +155,23 @@ class Pool:
         """Marks the keys that are not there yet, each once."""
         return (self.index.find(keys) < 0) & _first_of_each(keys)
 
-    def seal(self, keys: KeyArray, parents: KeyArray, slots: SlotArray, fresh: BoolArray) -> U8Array:
+    def seal(
+        self, keys: KeyArray, parents: KeyArray, slots: SlotArray, fresh: BoolArray, now: float
+    ) -> U8Array:
         """Writing -> sealed where the key is fresh(); a duplicate's slot stays as it is, to be given back.
-        Returns a SealStatus per entry.
+        Returns a SealStatus per entry. now: seconds, from which on a block is held that was announced so.
 
         A parent counts only if it was sealed before, in this batch or earlier; so no block is its own
         ancestor, and parents are older than their children. Any other block is the first of its chain.
         """
         new, table = slots[fresh], self.table
         if self.announced:
-            # Somebody is about to come for them: where all is in use they would be the first to go.
-            table.visited[self.announced.among(new)] = 1
+            for row, slot, hold in self.announced.holds(keys[fresh]):
+                # Somebody is about to come for them: where all is in use they would be the first to go.
+                table.visited[new[row]] = 1
+                if hold:
+                    table.leases[new[row]] += 1
+                    self.handoffs.add(int(new[row]), int(table.owner[slot]), now + hold)
             self.announced.drop_keys(keys[fresh])
             self.announced.drop_slots(new.tolist())
         table.key[new] = keys[fresh]
@@ -203,15 +212,22 @@ class Pool:
         self._free.push(slots)
         self.writing -= len(slots)
 
-    def announce(self, keys: KeyArray, slots: SlotArray) -> None:
-        """Says which keys writing slots will have; sealed keys are skipped."""
+    def announce(self, keys: KeyArray, slots: SlotArray, hold: float) -> None:
+        """Says which keys writing slots will have; sealed keys are skipped. hold: seconds that the blocks
+        stay, once sealed, unless taken() ends it."""
         new = self.index.find(keys) < 0
-        self.announced.add(keys[new], slots[new])
+        self.announced.add(keys[new], slots[new], hold)
 
     def withdraw(self, ordinal: int) -> None:
-        """Forgets what a session has announced."""
+        """Forgets what a session has announced, and ends the holds that came of it."""
         owner = self.table.owner
         self.announced.drop_slots([slot for slot in self.announced.slots() if owner[slot] == ordinal])
+        self.unlease(self.handoffs.take_of(ordinal))
+
+    def taken(self, keys: KeyArray) -> None:
+        """Ends the holds of these blocks; others are skipped."""
+        slots = self.index.find(keys)
+        self.unlease(self.handoffs.take(slots[slots >= 0].tolist()))
 
     def progress(self, keys: KeyArray, slots: SlotArray) -> tuple[int, int]:
         """Of leased slots, and the keys that were announced for them: how many, from the first on, are sealed
@@ -260,6 +276,8 @@ class Pool:
 
     def unlease(self, slots: I32Array) -> None:
         """Undoes lease() of the same slots."""
+        if not len(slots):
+            return
         table = self.table
         table.leases[slots] -= 1
         self.sieve.retry()

@@ -117,6 +117,7 @@ class Totals:
     fencing_sessions: int
     sealed_blocks: int
     leases: int
+    held_blocks: int
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from kvsieve_store.state.checks import block_keys, check_length, check_range
 from kvsieve_store.state.extents import ExtentLedger
 from kvsieve_store.state.leases import Lease, LeaseBook
 from kvsieve_store.state.pool import Pool
+from kvsieve_store.state.pools import PoolTable
 from kvsieve_store.state.results import (
     BlockPage,
     Cleared,
@@ -46,8 +47,6 @@ from kvsieve_store.state.settings import StateSettings
 _TICK_EVICTIONS = 4096
 """Most blocks that one tick evicts per pool, so that a tick stays short."""
 
-_MIN_POOL_ID_DIGITS = 8
-
 
 class StoreState:
     """Pools, sessions and leases of one store.
@@ -67,7 +66,7 @@ class StoreState:
                 )
         self._settings = settings
         self._changes = changes
-        self._pools: dict[str, Pool] = {}
+        self._pools = PoolTable()
         self._sessions = SessionTable(settings.max_sessions)
         self._leases = LeaseBook()
         self._extents = ExtentLedger(settings.extents, self._pools.values)
@@ -157,10 +156,10 @@ class StoreState:
 
     def spec_of(self, pool_id: bytes) -> PoolSpec:
         """The spec of the pool with this id. Raises NotFoundError."""
-        for pool in self._pools.values():
-            if pool.pool_id == pool_id:
-                return pool.spec
-        raise NotFoundError(f"pool_id: there is no pool {pool_id[:32].hex()!r}")
+        pool = self._pools.with_id(pool_id)
+        if pool is None:
+            raise NotFoundError(f"pool_id: there is no pool {pool_id[:32].hex()!r}")
+        return pool.spec
 
     def spec_named(self, name: str) -> PoolSpec | None:
         """The spec of the pool of this name, if there is one."""
@@ -171,13 +170,13 @@ class StoreState:
 
     def has(self, pool_id: bytes, key: bytes) -> bool:
         """Whether the pool has the block, sealed; counts as no look-up."""
-        wanted = as_keys("keys", key, 1, 1)
-        return any(pool.pool_id == pool_id and len(pool.find_prefix(wanted)) for pool in self._pools.values())
+        pool = self._pools.with_id(pool_id)
+        return pool is not None and len(pool.find_prefix(as_keys("keys", key, 1, 1))) > 0
 
     def is_coming(self, pool_id: bytes, key: bytes) -> bool:
         """Whether a slot of the pool is being written under the key."""
-        pools, wanted = self._pools.values(), as_keys("keys", key, 1, 1)
-        return any(pool.pool_id == pool_id and pool.announced.find_prefix(wanted, 1) for pool in pools)
+        pool = self._pools.with_id(pool_id)
+        return pool is not None and bool(pool.announced.find_prefix(as_keys("keys", key, 1, 1), 1))
 
     def walk(self) -> Iterator[tuple[bytes, bytes]]:
         """Family id and keys of all sealed blocks, an extent a time: those that are there when it is its
@@ -214,22 +213,39 @@ class StoreState:
         return match, Grant(coming.astype(np.uint32), generation[coming])
 
     def announce(
-        self, session_id: bytes, keys: bytes, slots: U32Array, generations: U32Array, now: float
+        self,
+        session_id: bytes,
+        keys: bytes,
+        slots: U32Array,
+        generations: U32Array,
+        now: float,
+        hold_ms: int = 0,
     ) -> None:
         """Says which keys held slots are to be sealed under: match_coming() finds them until they are sealed,
-        given back, or the session ends. Sealed keys, and those announced for other slots, are skipped."""
+        given back, or the session ends. Sealed keys, and those announced for other slots, are skipped.
+
+        hold_ms: what is sealed under these keys stays until taken(), so many milliseconds at most, and no
+        longer than the session; 0: it may be evicted at once."""
         session = self._sessions.get(session_id)
         new = block_keys(keys)
         check_length("slots", len(slots), "keys", len(new))
         check_length("generations", len(generations), "keys", len(new))
+        check_range("hold_ms", hold_ms, 0, MAX_LEASE_MS)
         at = session.pool.check_held(session.ordinal, slots, generations)
-        session.pool.announce(new, at)
+        session.pool.announce(new, at, hold_ms / 1000)
         _seen(session, now)
+
+    def taken(self, pool_id: bytes, keys: bytes) -> None:
+        """These blocks need no hold of an announcement any more; unknown ones are skipped."""
+        pool = self._pools.with_id(pool_id)
+        if pool is not None and pool.handoffs and keys:
+            pool.taken(as_keys("keys", keys, 1, MAX_MATCH_KEYS))
 
     def progress(self, pool_id: bytes, keys: bytes, slots: U32Array) -> tuple[int, int]:
         """Of slots that match_coming() gave, and are leased: how many, from the first on, are sealed under
         their keys; how many are so or may still be."""
-        (pool,) = (pool for pool in self._pools.values() if pool.pool_id == pool_id)
+        pool = self._pools.with_id(pool_id)
+        assert pool is not None
         return pool.progress(as_keys("keys", keys, 1, MAX_MATCH_KEYS), as_slots(slots))
 
     def reserve(self, session_id: bytes, count: int, now: float) -> Grant:
@@ -275,7 +291,7 @@ class StoreState:
         at = pool.check_held(session.ordinal, slots, generations)
         fresh = pool.fresh(new)
         lease_id = self._lease(session, at[fresh], lease_ms, now, self._leases.find(session, lease_id))
-        status = pool.seal(new, above, at, fresh)
+        status = pool.seal(new, above, at, fresh, now)
         session.held -= int(np.count_nonzero(fresh))
         if not lease_ms:
             self._give_back(session, at[~fresh])
@@ -328,6 +344,7 @@ class StoreState:
             pool.unlease(lease.slots)
             pool.counters.expired_leases += 1
         for pool in list(self._pools.values()):
+            pool.unlease(pool.handoffs.take_expired(now))
             self._keep_free(pool)
             if pool.idle:
                 self._remove_pool(pool)
@@ -348,11 +365,11 @@ class StoreState:
 
     def list_blocks(self, pool_ref: str, page_size: int, page_token: str) -> BlockPage:
         """pool_ref: name, or at least 8 hex digits of the id. page_size 0: 100."""
-        return admin.block_page(self._find_pool(pool_ref), page_size, page_token)
+        return admin.block_page(self._pools.find(pool_ref), page_size, page_token)
 
     def evict(self, pool_ref: str, keys: bytes, count: int, now: float) -> Evicted:
         """Drops the named blocks with their descendants, or the `count` coldest blocks."""
-        pool = self._find_pool(pool_ref)
+        pool = self._pools.find(pool_ref)
         if bool(keys) == bool(count):
             raise InvalidRequestError("keys, count: give one of them")
         if keys:
@@ -362,15 +379,15 @@ class StoreState:
 
     def pin(self, pool_ref: str, keys: bytes) -> Pinned:
         """Protects blocks, and with them their ancestors, from eviction."""
-        return admin.pin(self._find_pool(pool_ref), as_keys("keys", keys, 1, MAX_BATCH))
+        return admin.pin(self._pools.find(pool_ref), as_keys("keys", keys, 1, MAX_BATCH))
 
     def unpin(self, pool_ref: str, keys: bytes) -> Unpinned:
         """Undoes pin(); no keys: every pin of the pool."""
-        return admin.unpin(self._find_pool(pool_ref), as_keys("keys", keys, 0, MAX_BATCH))
+        return admin.unpin(self._pools.find(pool_ref), as_keys("keys", keys, 0, MAX_BATCH))
 
     def clear(self, pool_ref: str) -> Cleared:
         """Drops every block that is not leased, of one pool or ("") of all."""
-        pools = [self._find_pool(pool_ref)] if pool_ref else list(self._pools.values())
+        pools = [self._pools.find(pool_ref)] if pool_ref else list(self._pools.values())
         done = [admin.clear(pool) for pool in pools]
         return Cleared(sum(each.dropped for each in done), sum(each.skipped for each in done))
 
@@ -393,6 +410,7 @@ class StoreState:
             fencing_sessions=len(self._sessions) - attached,
             sealed_blocks=sum(pool.sealed for pool in pools),
             leases=len(self._leases),
+            held_blocks=sum(len(pool.handoffs) for pool in pools),
         )
 
     # Inside
@@ -429,24 +447,6 @@ class StoreState:
     def _remove_pool(self, pool: Pool) -> None:
         self._extents.release_all(pool)
         del self._pools[pool.spec.name]
-
-    def _find_pool(self, pool_ref: str) -> Pool:
-        pool = self._pools.get(pool_ref)
-        if pool is not None:
-            return pool
-        prefix = pool_ref.lower()
-        long_enough = len(prefix) >= _MIN_POOL_ID_DIGITS
-        found = [
-            pool for pool in self._pools.values() if long_enough and pool.pool_id.hex().startswith(prefix)
-        ]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise NotFoundError(f"pool: {pool_ref!r} fits {len(found)} pools; give more digits of the id")
-        raise NotFoundError(
-            f"pool: no pool has the name {pool_ref!r}, or an id that starts with it "
-            f"(at least {_MIN_POOL_ID_DIGITS} hex digits)"
-        )
 
     def _grant(self, session: Session, count: int) -> Grant:
         if self._draining or count <= 0:

@@ -14,8 +14,8 @@ from kvsieve_store.errors import InvalidRequestError, LinkError
 from kvsieve_store.transport import wire
 from kvsieve_store.transport.memory import Memory, U64Array
 
-CHUNK_BYTES = 16 << 20
-"""Bytes asked for by one request. With two on their way the link hardly ever waits for the next one."""
+CHUNK_BYTES = wire.MAX_READ_BYTES
+"""Bytes asked for by one request: what happens between two replies costs as much as a megabyte or two."""
 
 
 QUIET_SECONDS = 2.5

@@ -19,7 +19,6 @@ from kvsieve_store.transport.base import Link, chunks
 from kvsieve_store.transport.description import Segment
 from kvsieve_store.transport.memory import Memory, U64Array
 from kvsieve_store.transport.tcp import TcpLink
-from kvsieve_store.transport.wire import MAX_READ_BYTES
 
 
 class ShmLink(Link):
@@ -36,7 +35,7 @@ class ShmLink(Link):
         self._closed = False
 
     def read(self, token: bytes, ranges: U64Array, into: U64Array, deadline: float) -> None:
-        work = chunks(self.memory, ranges, into, MAX_READ_BYTES)
+        work = chunks(self.memory, ranges, into)
         with self._reading:
             if self._closed:
                 raise LinkError("the link is closed")

@@ -233,16 +233,18 @@ class SealResponse(_message.Message):
     def __init__(self, status: _Optional[_Iterable[_Union[SealStatus, str]]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("session_id", "keys", "slots", "generations")
+    __slots__ = ("session_id", "keys", "slots", "generations", "hold_ms")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    HOLD_MS_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     keys: bytes
     slots: _containers.RepeatedScalarFieldContainer[int]
     generations: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., slots: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
+    hold_ms: int
+    def __init__(self, session_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., slots: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., hold_ms: _Optional[int] = ...) -> None: ...
 
 class AnnounceResponse(_message.Message):
     __slots__ = ()

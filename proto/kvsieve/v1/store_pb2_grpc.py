@@ -115,8 +115,9 @@ class StoreServicer(object):
     def Announce(self, request, context):
         """Says which keys slots will be sealed under that are being written now, so that other stores can read them layer by
         layer. Match does not find them. It ends with the seal, the slot, or the session. A key that is sealed, or
-        announced for another slot, is left as it is; a slot that had another key has this one.
-        Errors: INVALID_ARGUMENT (lengths, too many), FAILED_PRECONDITION and NOT_FOUND as Seal.
+        announced for another slot, is left as it is; a slot that had another key has this one. With hold_ms what is sealed
+        under the keys is kept for another store.
+        Errors: INVALID_ARGUMENT (lengths, too many, hold_ms too long), FAILED_PRECONDITION and NOT_FOUND as Seal.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -13,15 +13,20 @@ import numpy as np
 
 from kvsieve_store.errors import KVSieveError, LinkError, UnavailableError
 from kvsieve_store.transport import wire
-from kvsieve_store.transport.base import CHUNK_BYTES, Link, chunks, seconds_left
+from kvsieve_store.transport.base import Link, chunks, seconds_left
 from kvsieve_store.transport.description import Ucx
 from kvsieve_store.transport.memory import Memory, U64Array
 from kvsieve_store.transport.ucx import lanes
 from kvsieve_store.transport.ucx.engine import Engine, Outcome
 from kvsieve_store.transport.wire import Kind, Request, Status
 
-_WINDOW = 2
-_HELLO_SECONDS = 5.0
+_CHUNK_BYTES = 8 << 20
+"""Of one message. UCX does not tell how much of it is there, so that a peer is heard of only so often."""
+
+_WINDOW = 4
+
+QUIET_SECONDS = 5.0
+"""A peer that completes no message for so long is given up: with 8 MiB each, one at 1.6 MB/s is not."""
 
 _NO_RANGES = np.zeros((0, 3), np.uint64)
 
@@ -50,7 +55,7 @@ class UcxLink(Link):
         self._remote = _Remote(peer)
         self._endpoint = engine.call(lambda: engine.connect(peer.worker, self._on_failed)).result()
         try:
-            self._number = self._hello(token, min(deadline, time.monotonic() + _HELLO_SECONDS))
+            self._number = self._hello(token, deadline)
             self.way = self._engine.call(self._choose).result()
         except BaseException:
             self.close()
@@ -58,7 +63,7 @@ class UcxLink(Link):
 
     def read(self, token: bytes, ranges: U64Array, into: U64Array, deadline: float) -> None:
         one_sided = self.way == "one-sided"
-        work = chunks(self.memory, ranges, into, wire.MAX_READ_BYTES if one_sided else CHUNK_BYTES)
+        work = chunks(self.memory, ranges, into, wire.MAX_READ_BYTES if one_sided else _CHUNK_BYTES)
         if not self._reading.acquire(timeout=seconds_left(deadline)):
             raise LinkError("another read kept the link busy until the deadline")
         try:
@@ -155,17 +160,22 @@ class UcxLink(Link):
             future.set_exception(error)
 
     def _finish(self, pending: deque[Future[None]] | list[Future[None]], deadline: float) -> None:
-        """Waits for all; raises the first error. At the deadline the link is ended, and what is under way
-        with it: only then UCX has let go of the memory."""
+        """Waits for all; raises the first error. At the deadline, or when the peer is silent, the link is
+        ended, and what is under way with it: only then UCX has let go of the memory."""
         error: BaseException | None = None
         for future in pending:
+            left = deadline - time.monotonic()
             try:
-                failure = future.exception(max(deadline - time.monotonic(), 0))
+                failure = future.exception(max(min(left, QUIET_SECONDS), 0))
             except FutureTimeoutError:
                 self._closed = True
                 self._engine.call(lambda: self._engine.disconnect(self._endpoint)).result()
                 future.exception()
-                failure = LinkError("the peer did not answer before the deadline")
+                failure = LinkError(
+                    "the peer did not answer before the deadline"
+                    if left <= QUIET_SECONDS
+                    else f"the peer has completed nothing for {QUIET_SECONDS:g} s"
+                )
             error = error or failure
         if isinstance(error, LinkError):
             self._closed = True
