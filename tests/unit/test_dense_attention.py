@@ -20,11 +20,11 @@ from kvsieve_connector.dense.packing import key_order
 from kvsieve_connector.dense.pages import Pages
 from kvsieve_connector.dense.plan import DensePlan
 from kvsieve_connector.dense.runtime import DenseRuntime
-from kvsieve_connector.dense.selectors import make_selector, select
+from kvsieve_connector.dense.selectors import DEFAULT, make_selector, select
 from kvsieve_connector.metadata import HostRow
 
 BLOCK, HEADS, GROUP, DIM, LAYERS = 32, 2, 3, 32, 2
-DTYPE, SELECTOR = torch.float32, "mean-outlier"
+DTYPE, SELECTOR = torch.float32, DEFAULT
 ISA = _get_attn_isa(DTYPE, BLOCK, DIM)
 SCALE = DIM**-0.5
 

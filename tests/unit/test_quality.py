@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 from bench.quality import measure, recall, reference  # noqa: E402
 from bench.quality.reference import BLOCK_TOKENS, Picks, Reference, block_topk  # noqa: E402
 from bench.quality.texts import FORMS, Case, cases  # noqa: E402
-from kvsieve_connector.dense.selectors import SELECTORS  # noqa: E402
+from kvsieve_connector.dense.selectors import DEFAULT, SELECTORS  # noqa: E402
 
 CONTEXT = 10 * BLOCK_TOKENS + 5
 PICKS = Picks("mean-outlier", 2 * BLOCK_TOKENS)
@@ -102,7 +102,7 @@ def test_cases_hide_one_key(form: str) -> None:
 
 def test_rows(model: Reference) -> None:
     rows = measure.perplexity(model, "x", ids(CONTEXT), 30, [measure.GOAL, PICKS])
-    assert [row["selector"] for row in rows] == ["dense", "mean-outlier", "mean-outlier"]
+    assert [row["selector"] for row in rows] == ["dense", DEFAULT, "mean-outlier"]
     assert rows[0]["ratio"] == 1
     asked = [Case(CONTEXT, 0.5, ids(CONTEXT), [1], [2, 3], [4, 5])]
     rows += measure.needles(model, "filler", asked, [measure.GOAL])
