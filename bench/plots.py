@@ -19,7 +19,8 @@ _GOAL = {"color": "black", "linestyle": "--", "linewidth": 1}
 def draw(record: dict[str, Any], path: Path) -> None:
     """The plot of a record, as PNG."""
     panels = _PANELS.get(record["name"], 1)
-    figure, axes = plt.subplots(1, panels, figsize=(7.5 if panels == 1 else 12, 3.6), layout="constrained")
+    size = ({1: 7.5, 5: 15}.get(panels, 12), 3.6)
+    figure, axes = plt.subplots(1, panels, figsize=size, layout="constrained")
     _DRAW[record["name"]](axes, record)
     where = record["conditions"]
     figure.supxlabel(f"{where['cpu']}, {where['cores']} cores, load {where['load_average']}", fontsize=7)
@@ -201,17 +202,16 @@ def _scale(panels: Any, record: dict[str, Any]) -> None:
 def _quality(panels: Any, record: dict[str, Any]) -> None:
     """Recall by budget and by layer, perplexity and pass keys by budget; a list of blocks per KV head."""
     rows = [row for row in record["rows"] if not row["shared"] and not row.get("dense_layers")]
-    longest = max((row["tokens"] for row in rows if row["part"] == "needles"), default=0)
     budgets = record["parameters"]["budgets"]
     names = [name for name in dict.fromkeys(row["selector"] for row in rows) if name != "dense"]
     styles = {name: {"color": f"C{i}", "linewidth": 1} for i, name in enumerate(names)}
     for axes, part, value, title in (
         (panels[0], "recall", "recall", "Attention in the picked blocks"),
         (panels[2], "perplexity", "ratio", "Perplexity, dense = 1"),
-        (panels[3], "needles", "accuracy", f"Pass keys found, {longest:,} tokens"),
+        (panels[3], "filler", "accuracy", "Pass keys found in text that repeats"),
+        (panels[4], "prose", "accuracy", "Pass keys found in prose"),
     ):
-        some = [row for row in rows if row["part"] == part and row.get("tokens", longest) == longest]
-        some = [row for row in some if part != "needles" or row["text"] == "filler"]
+        some = [row for row in rows if row["part"] == part]
         for name in dict.fromkeys(row["selector"] for row in some):
             own = [row for row in some if row["selector"] == name]
             if name == "dense":
@@ -227,7 +227,8 @@ def _quality(panels: Any, record: dict[str, Any]) -> None:
     for row in rows:
         if row["part"] == "recall" and row["budget_tokens"] == budget and row["text"] == rows[0]["text"]:
             panels[1].plot(row["layers"], label=row["selector"], **styles[row["selector"]])
-    panels[3].set(ylim=(0, 1.1))
+    for axes in panels[3:]:
+        axes.set(ylim=(0, 1.1))
     panels[1].set(title=f"The same by layer, {budget:,} tokens", xlabel="layer")
     for axes in panels:
         axes.set_title(axes.get_title(), fontsize=9)
@@ -283,4 +284,4 @@ _DRAW = {
     "scale": _scale,
     "quality": _quality,
 }
-_PANELS = {"traces": 3, "scale": 3, "quality": 4}
+_PANELS = {"traces": 3, "scale": 3, "quality": 5}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,12 @@ import torch
 from bench.quality import recall
 from bench.quality.engine import engine_needles
 from bench.quality.reference import BLOCK_TOKENS, FIRST, NEWEST, Picks, Reference, load
-from bench.quality.texts import TEXTS, Case, cases, stretch
+from bench.quality.texts import FORMS, TEXTS, Case, cases, stretch
 from kvsieve_connector.demo.model import cache_dir, ensure_smollm2
 from kvsieve_connector.dense.selectors import DEFAULT, SELECTORS
 from kvsieve_store.bench.report import Goal, Report
 
-PARTS = ("recall", "perplexity", "needles", "engine")
+PARTS = ("recall", "perplexity", *FORMS, "engine")
 GOAL = Picks(DEFAULT, 1024)
 """What the goals are held against."""
 
@@ -26,21 +27,21 @@ GOAL = Picks(DEFAULT, 1024)
 @dataclass(frozen=True)
 class Sizes:
     """tokens: of a context. decoded: teacher-forced tokens of each text, for perplexity. depths x documents:
-    needle cases of each length. budgets: tokens."""
+    pass keys in each form. budgets: tokens."""
 
     tokens: int = 6_144
-    decoded: int = 512
-    lengths: tuple[int, ...] = (2_048, 4_096, 6_144)
+    decoded: int = 1_024
     depths: int = 10
     documents: int = 5
     budgets: tuple[int, ...] = (256, 512, 1024, 2048)
 
 
-SHORT = Sizes(decoded=128, lengths=(6_144,), depths=4, documents=1, budgets=(512, 1024))
+SHORT = Sizes(decoded=128, depths=4, documents=1, budgets=(512, 1024))
 
 
-def measure(sizes: Sizes, parts: Sequence[str] = PARTS) -> Report:
-    """A row per part, text or length, and picks."""
+def measure(sizes: Sizes, parts: Sequence[str] = PARTS, before: Mapping[str, Any] | None = None) -> Report:
+    """A row per part, text and picks. before: the record of an earlier run, from which parts that are not
+    run now are taken if it was run with the same sizes."""
     from transformers import AutoTokenizer
 
     path = ensure_smollm2(cache_dir())
@@ -49,7 +50,8 @@ def measure(sizes: Sizes, parts: Sequence[str] = PARTS) -> Report:
     def encode(string: str) -> list[int]:
         return tokenizer(string).input_ids
 
-    rows: list[dict[str, Any]] = []
+    parameters = {**vars(sizes), "block_tokens": BLOCK_TOKENS, "first": FIRST, "newest": NEWEST}
+    rows = kept(before, parameters, parts)
     if "recall" in parts:
         for name in TEXTS:
             rows += _recall(name, recall.attended(path, stretch(encode, name, sizes.tokens)), sizes.budgets)
@@ -59,17 +61,22 @@ def measure(sizes: Sizes, parts: Sequence[str] = PARTS) -> Report:
             for name in TEXTS:
                 ids = stretch(encode, name, sizes.tokens + sizes.decoded + 1)
                 rows += perplexity(model, name, ids, sizes.decoded, _variants(sizes.budgets))
-        if "needles" in parts:
-            for length in sizes.lengths:
-                asked = list(cases(encode, "filler", length, sizes.depths, sizes.documents))
-                rows += needles(model, "filler", asked, _variants(sizes.budgets))
-            asked = list(cases(encode, "prose", sizes.lengths[0], sizes.depths, sizes.documents))
-            rows += needles(model, "prose", asked, _variants(sizes.budgets))
+        for form in FORMS:
+            if form in parts:
+                asked = list(cases(encode, form, sizes.tokens, sizes.depths, sizes.documents))
+                rows += needles(model, form, asked, _fewer(sizes.budgets))
         if "engine" in parts:
             asked = list(cases(encode, "filler", 3_072, 2, 1))
             rows += engine_needles(path, tokenizer.decode, model, asked, Picks(DEFAULT, 384))
-    parameters = {**vars(sizes), "block_tokens": BLOCK_TOKENS, "first": FIRST, "newest": NEWEST}
+    rows.sort(key=lambda row: PARTS.index(row["part"]))
     return Report("quality", parameters, rows, _goals(rows))
+
+
+def kept(before: Mapping[str, Any] | None, parameters: Mapping[str, Any], parts: Sequence[str]) -> list[Any]:
+    """Rows of an earlier record with these parameters, but for those of `parts`."""
+    if before is None or before["parameters"] != json.loads(json.dumps(parameters)):
+        return []
+    return [row for row in before["rows"] if row["part"] in PARTS and row["part"] not in parts]
 
 
 def _variants(budgets: Sequence[int]) -> list[Picks]:
@@ -77,6 +84,16 @@ def _variants(budgets: Sequence[int]) -> list[Picks]:
     picks = [Picks(name, budget) for budget in budgets for name in SELECTORS]
     others = [Picks(DEFAULT, GOAL.budget_tokens, dense_layers=layers) for layers in (1, 2)]
     return [*picks, Picks(DEFAULT, GOAL.budget_tokens, shared=True), *others]
+
+
+def _fewer(budgets: Sequence[int]) -> list[Picks]:
+    """Without what hardly differs: every case takes each of them again."""
+    near = (GOAL.budget_tokens // 2, GOAL.budget_tokens)
+    return [
+        each
+        for each in _variants(budgets)
+        if (each.selector == DEFAULT or each.budget_tokens in near) and each.dense_layers != 1
+    ]
 
 
 def _recall(text: str, layers: Sequence[Any], budgets: Sequence[int]) -> list[dict[str, Any]]:
@@ -139,7 +156,7 @@ def needles(
     for case in asked:
         same = _same(before, case.prompt)
         if cache is not None:
-            cache.crop(same)
+            cache.crop(same - len(before))
         cache, before = model.prefill(case.prompt[same:], cache), case.prompt
         ids = case.answer + case.key
         for picks, found in hits.items():
@@ -147,8 +164,7 @@ def needles(
             found.append(said[len(case.answer) - 1 : -1] == case.key)
     return [
         {
-            "part": "needles",
-            "text": form,
+            "part": form,
             "tokens": asked[0].tokens,
             **_row(picks),
             "cases": len(found),
@@ -174,33 +190,30 @@ def _row(picks: Picks | None) -> dict[str, Any]:
 def _goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
     goals = []
     for row in rows:
-        if row["part"] in ("recall", "engine") or any(
-            row[name] != value for name, value in vars(GOAL).items()
-        ):
+        if any(row.get(name) != value for name, value in vars(GOAL).items()):
             continue
         if row["part"] == "perplexity":
             goals.append(Goal(f"perplexity, {row['text']}, of dense", row["ratio"], 1.03, "x", False))
-        else:
-            dense = next(
-                other["accuracy"]
-                for other in rows
-                if other["part"] == "needles"
-                and other["selector"] == "dense"
-                and all(other[name] == row[name] for name in ("text", "tokens"))
-            )
-            what = f"pass keys in {row['text']} of {row['tokens']:,} tokens, {row['cases']} cases, to dense"
-            goals.append(Goal(what, round(100 * (row["accuracy"] - dense), 1), -2.0, "points"))
+        elif row["part"] in FORMS:
+            dense = next(each for each in rows if (each["part"], each["selector"]) == (row["part"], "dense"))
+            apart = 100 * (row["accuracy"] - dense["accuracy"])
+            what = f"pass keys in {row['part']} of {row['tokens']:,} tokens, {row['cases']} cases, to dense"
+            goals.append(Goal(what, round(apart, 1), -2.0, "points"))
     return goals
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    from bench.output import save
+    from bench.output import OUT, save
 
     parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__)
     parser.add_argument("--short", action="store_true", help="fewer cases: some minutes")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="others stay as the last run had them"
+    )
     args = parser.parse_args(arguments)
-    save(measure(SHORT if args.short else Sizes(), args.parts))
+    last = OUT / "quality.json"
+    before = json.loads(last.read_text()) if last.exists() else None
+    save(measure(SHORT if args.short else Sizes(), args.parts, before))
 
 
 if __name__ == "__main__":

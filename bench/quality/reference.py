@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from kvsieve_connector.dense.selectors import make_selector, select, share
 BLOCK_TOKENS = 32
 FIRST = 1
 NEWEST = 2
+AT_ONCE = 512
+"""Tokens."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,8 @@ class Reference:
     def decode(self, cache: DynamicCache, ids: list[int], picks: Picks | None) -> Tensor:
         """Logits after each of these tokens, [len(ids), vocabulary] float32. picks None: dense. The cache is
         as before afterwards."""
-        before = cache.get_seq_length()
         logits = self._forward(ids, cache, picks, 0)
-        cache.crop(before)
+        cache.crop(-len(ids))
         return logits
 
     def _forward(self, ids: list[int], cache: DynamicCache, picks: Picks | None, keep: int) -> Tensor:
@@ -87,11 +88,24 @@ def _attention(
     if picks is not None and module.layer_idx >= picks.dense_layers:
         out = block_topk(query[0].float(), key[0].float(), value[0].float(), picks, scale)
         return out.to(query.dtype).transpose(0, 1)[None], None
+    return _exact(module, query, key, value, scale), None
+
+
+def _exact(module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention, as _attention's. A few queries at a time when there are keys before them: else half
+    of the work would be for what they don't see. Returns [1, tokens, heads, dim]."""
     tokens, context = query.shape[2], key.shape[2]
-    seen = None
-    if tokens != context:
-        seen = torch.ones(tokens, context, dtype=torch.bool).tril(context - tokens)[None, None]
-    return sdpa_attention_forward(module, query, key, value, seen, scaling=scale, is_causal=tokens == context)
+    if tokens == context:
+        found = sdpa_attention_forward(module, query, key, value, None, scaling=scale, is_causal=True)
+        return cast(Tensor, found[0])
+    parts = []
+    for start in range(0, tokens, AT_ONCE):
+        some = query[:, :, start : start + AT_ONCE]
+        end = context - tokens + start + some.shape[2]
+        seen = torch.ones(some.shape[2], end, dtype=torch.bool).tril(end - some.shape[2])[None, None]
+        found = sdpa_attention_forward(module, some, key[:, :, :end], value[:, :, :end], seen, scaling=scale)
+        parts.append(found[0])
+    return torch.cat(parts, dim=1)
 
 
 def block_topk(query: Tensor, key: Tensor, value: Tensor, picks: Picks, scale: float) -> Tensor:
@@ -105,24 +119,35 @@ def block_topk(query: Tensor, key: Tensor, value: Tensor, picks: Picks, scale: f
     full = context // BLOCK_TOKENS
     blocks = key[:, : full * BLOCK_TOKENS].view(kv_heads, full, BLOCK_TOKENS, dim)
     summaries = selector.summarise(blocks.permute(1, 2, 0, 3))
-    each_head = torch.arange(kv_heads)[:, None]
-    out = torch.empty_like(query)
-    for i in range(tokens):
-        position = context - tokens + i
+    score = torch.func.vmap(selector.score, in_dims=(0, None))
+    out = []
+    position = context - tokens
+    while position < context:  # tokens that pick among the same blocks
         n = position // BLOCK_TOKENS
-        grouped = query[:, i].view(kv_heads, -1, dim)
-        scores = selector.score(grouped, summaries[:n])
+        end = min((n + 1) * BLOCK_TOKENS, context)
+        some = query[:, position - context + tokens :][:, : end - position]
+        grouped = some.view(kv_heads, -1, end - position, dim)
+        scores = score(grouped.permute(2, 0, 1, 3), summaries[:n])
         if picks.shared:
             scores = share(scores)
-        picked = select(scores, picks.budget_tokens // BLOCK_TOKENS, FIRST, NEWEST).expand(-1, kv_heads)
-        inside = torch.arange(BLOCK_TOKENS)
-        rows = (picked[:, None] * BLOCK_TOKENS + inside[None, :, None]).flatten(0, 1).T
-        rest = torch.arange(n * BLOCK_TOKENS, position + 1).expand(kv_heads, -1)
-        rows = torch.cat([rows, rest], dim=1)
-        keys, values = key[each_head, rows], value[each_head, rows]
-        weights = (grouped @ keys.transpose(1, 2) * scale).softmax(dim=-1)
-        out[:, i] = (weights @ values).view(heads, dim)
-    return out
+        picked = _seen(scores, picks)
+        newer = torch.ones(end - position, end - n * BLOCK_TOKENS, dtype=torch.bool)
+        newer = newer.tril(position - n * BLOCK_TOKENS).expand(len(picked), -1, -1)
+        seen = torch.cat([picked.repeat_interleave(BLOCK_TOKENS, dim=-1), newer], dim=-1)[:, None]
+        logits = (grouped * scale).flatten(1, 2) @ key[:, :end].transpose(1, 2)
+        weights = logits.view(*grouped.shape[:3], end).masked_fill_(~seen, -torch.inf).softmax(dim=-1)
+        out.append((weights.flatten(1, 2) @ value[:, :end]).view(heads, end - position, dim))
+        position = end
+    return torch.cat(out, dim=1)
+
+
+def _seen(scores: Tensor, picks: Picks) -> Tensor:
+    """scores: [tokens, blocks, lists]. Returns [lists, tokens, blocks] bool: what each token picks."""
+    tokens, n, lists = scores.shape
+    columns = scores.transpose(0, 1).reshape(n, tokens * lists)
+    picked = select(columns, picks.budget_tokens // BLOCK_TOKENS, FIRST, NEWEST)
+    seen = torch.zeros(columns.shape, dtype=torch.bool).scatter_(0, picked, True)
+    return seen.view(n, tokens, lists).permute(2, 1, 0)
 
 
 AttentionInterface.register(_NAME, _attention)

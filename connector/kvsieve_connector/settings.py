@@ -18,7 +18,7 @@ PREFIX = "kvsieve."
 PrefetchName = Literal["none", "previous-step", "previous-step+margin", "previous-layer", "index-share"]
 """What each of them fetches: sparse/prefetch.py."""
 
-SelectorName = Literal["quest-bounds", "mean-key", "mean-outlier"]
+SelectorName = Literal["quest-bounds", "mean-key", "mean-outlier", "part-means"]
 """How each of them picks blocks: dense/selectors.py."""
 
 
@@ -92,8 +92,9 @@ class ConnectorSettings(BaseModel):
     first_blocks: int = Field(default=1, ge=0, le=1 << 24)
     """Sparse mode of dense models: first blocks of a request that are always attended to."""
 
-    selector: SelectorName = "mean-outlier"
-    """Sparse mode of dense models: how blocks are picked."""
+    selector: SelectorName | None = None
+    """Sparse mode of dense models: how blocks are picked. Default: "part-means" on a CPU, "mean-outlier" on a
+    GPU, whose kernels do not know the other."""
 
     dense_layers: int = Field(default=0, ge=0)
     """Sparse mode of dense models on CPUs: first layers that attend to all."""

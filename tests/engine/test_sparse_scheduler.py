@@ -186,6 +186,24 @@ def test_a_request_waits_for_slots_and_is_not_overtaken() -> None:
     engine.check_empty()
 
 
+def test_others_pass_a_request_that_the_arena_has_no_room_for() -> None:
+    store = FakeStore(slots=32)
+    engine = Scene(FakeClient(store, 4), {1: store.arena}, max_model_len=1600)
+    pinned = dict.fromkeys((store.free.pop() for _ in range(16)), engine.client)
+    store.granted |= pinned
+    big, small = new_request("big", tokens_of(1, 1400), 100), new_request("small", tokens_of(2, 300), 10)
+    engine.submit(big, small)
+    while engine.done != ["small"]:
+        engine.step()
+        assert engine.steps < 3000
+    assert engine.waiting == [big]
+    for slot in pinned:
+        del store.granted[slot]
+        store.free.append(slot)
+    engine.run()
+    engine.check_empty()
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_running_requests_are_not_preempted_while_their_copies_are_under_way(waits: bool) -> None:
     engine = scene(pool_mib=7, late=3, seed=3)

@@ -20,11 +20,11 @@ from kvsieve_connector.dense.packing import key_order
 from kvsieve_connector.dense.pages import Pages
 from kvsieve_connector.dense.plan import DensePlan
 from kvsieve_connector.dense.runtime import DenseRuntime
-from kvsieve_connector.dense.selectors import make_selector, select
+from kvsieve_connector.dense.selectors import DEFAULT, make_selector, select
 from kvsieve_connector.metadata import HostRow
 
 BLOCK, HEADS, GROUP, DIM, LAYERS = 32, 2, 3, 32, 2
-DTYPE, SELECTOR = torch.float32, "mean-outlier"
+DTYPE, SELECTOR = torch.float32, DEFAULT
 ISA = _get_attn_isa(DTYPE, BLOCK, DIM)
 SCALE = DIM**-0.5
 
@@ -41,9 +41,19 @@ class Asked:
 
 @pytest.fixture(scope="module")
 def impl(tiny_qwen3: Path) -> Any:
-    config = VllmConfig(model_config=ModelConfig(str(tiny_qwen3), dtype="float32"))
+    return _impl(tiny_qwen3, HEADS)
+
+
+@pytest.fixture(scope="module")
+def rank_impl(tiny_qwen3: Path) -> Any:
+    """Of a rank with one KV head."""
+    return _impl(tiny_qwen3, 1)
+
+
+def _impl(model: Path, heads: int) -> Any:
+    config = VllmConfig(model_config=ModelConfig(str(model), dtype="float32"))
     with set_current_vllm_config(config):
-        return HostCPUAttentionImpl(HEADS * GROUP, DIM, SCALE, HEADS, None, None, "auto")
+        return HostCPUAttentionImpl(heads * GROUP, DIM, SCALE, heads, None, None, "auto")
 
 
 @st.composite
@@ -86,19 +96,55 @@ def test_attention_is_that_over_what_is_picked(
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
-class Scene:
-    """The batch's keys and values, in a pool and an arena that hold garbage everywhere else."""
+@pytest.mark.parametrize("seed", range(4))
+def test_two_ranks_pick_and_attend_as_one_does(impl: Any, rank_impl: Any, seed: int) -> None:
+    """Each with its half of the heads: a KV head's picks depend on no other head."""
+    plan = DensePlan(
+        block_tokens=BLOCK,
+        budget_blocks=2,
+        first_blocks=1,
+        window_blocks=1,
+        selector=SELECTOR,
+        dense_layers=1,
+        max_blocks=13,
+        max_num_seqs=4,
+    )
+    batch = [
+        Asked(11 * BLOCK + 5, 1, {*range(9)}, True),
+        Asked(8 * BLOCK, 1, {1, 4}, True),
+        Asked(6 * BLOCK + 1, 20, {0, 2, 3}, False),
+        Asked(90, 1, set(), True),
+    ]
+    whole = Scene(impl, plan, batch, seed)
+    ranks = [Scene(rank_impl, plan, batch, seed, range(head, head + 1)) for head in range(HEADS)]
+    for layer in range(LAYERS):
+        wanted = whole.attend(layer)
+        found = torch.cat([rank.attend(layer) for rank in ranks], dim=1)
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
+    counts, apart = whole.runtime.take_counts(), [rank.runtime.take_counts() for rank in ranks]
+    for name in ("asked_pieces", "pool_pieces", "arena_pieces", "arena_read_bytes"):
+        assert counts[name] == sum(each[name] for each in apart) > 0
 
-    def __init__(self, impl: Any, plan: DensePlan, batch: list[Asked], seed: int) -> None:
+
+class Scene:
+    """The batch's keys and values, in a pool and an arena that hold garbage everywhere else. heads: the KV
+    heads of this rank, and the query heads that go with them."""
+
+    def __init__(
+        self, impl: Any, plan: DensePlan, batch: list[Asked], seed: int, heads: range = range(HEADS)
+    ) -> None:
         torch.manual_seed(seed)
+        self.heads = len(heads)
         self.impl, self.plan, self.batch = impl, plan, batch
         counts = [-(-asked.length // BLOCK) for asked in batch]
         blocks = sum(counts) + 1
-        self.kv = [torch.randn(LAYERS, 2, asked.length, HEADS, DIM) for asked in batch]
-        self.query = torch.randn(LAYERS, sum(asked.new for asked in batch), HEADS * GROUP, DIM)
+        own = slice(heads.start, heads.stop)
+        self.kv = [torch.randn(LAYERS, 2, asked.length, HEADS, DIM)[..., own, :] for asked in batch]
+        query = torch.randn(LAYERS, sum(asked.new for asked in batch), HEADS, GROUP, DIM)
+        self.query = query[:, :, own].flatten(2, 3)
         shuffled = (torch.randperm(blocks - 1) + 1).tolist()
         self.tables = [[shuffled.pop() for _ in range(count)] for count in counts]
-        self.pool = torch.full((LAYERS, blocks, HEADS, BLOCK, 2 * DIM), 1e3)
+        self.pool = torch.full((LAYERS, blocks, self.heads, BLOCK, 2 * DIM), 1e3)
         for layer in range(LAYERS):
             self._write(layer)
         page = self.pool[0, 0].numel()
@@ -108,7 +154,7 @@ class Scene:
         selector = make_selector(SELECTOR, DIM, SCALE)
         order = key_order(ISA, DTYPE, BLOCK, DIM)
         names = [layer.name for layer in layers]
-        self.runtime = DenseRuntime(plan, names, Pages(layers, HEADS), selector, order, self.pool[0])
+        self.runtime = DenseRuntime(plan, names, Pages(layers, self.heads), selector, order, self.pool[0])
         rows = []
         for number, asked in enumerate(batch):
             if not asked.away:
@@ -136,12 +182,12 @@ class Scene:
     def reference(self, layer: int) -> torch.Tensor:
         outputs, at = [], 0
         for asked, kv in zip(self.batch, self.kv, strict=True):
-            query = self.query[layer, at : at + asked.new].view(asked.new, HEADS, GROUP, DIM).double()
+            query = self.query[layer, at : at + asked.new].view(asked.new, self.heads, GROUP, DIM).double()
             at += asked.new
             keys, values = kv[layer].double()
             logits = torch.einsum("thgd,shd->hgts", query, keys) * SCALE
             last = torch.arange(asked.length - asked.new, asked.length)
-            seen = (torch.arange(asked.length) <= last[:, None]).expand(HEADS, 1, -1, -1).clone()
+            seen = (torch.arange(asked.length) <= last[:, None]).expand(self.heads, 1, -1, -1).clone()
             full = (asked.length - asked.new) // BLOCK
             sparse = asked.away and asked.decodes and layer >= self.plan.dense_layers
             if sparse and full > self.plan.attended_blocks:
@@ -155,14 +201,16 @@ class Scene:
 
     def _picked(self, layer: int, query: torch.Tensor, keys: torch.Tensor, full: int) -> torch.Tensor:
         selector = make_selector(SELECTOR, DIM, SCALE)
-        summaries = selector.summarise(keys[: full * BLOCK].view(full, BLOCK, HEADS, DIM))
+        summaries = selector.summarise(keys[: full * BLOCK].view(full, BLOCK, self.heads, DIM))
         scores = selector.score(query.float(), summaries)
         plan = self.plan
-        return select(scores, plan.budget_blocks, plan.first_blocks, plan.window_blocks).expand(-1, HEADS)
+        return select(scores, plan.budget_blocks, plan.first_blocks, plan.window_blocks).expand(
+            -1, self.heads
+        )
 
     def _write(self, layer: int) -> None:
         """All requests' keys and values, as vLLM writes them."""
-        cache = self.pool[layer].view(-1, HEADS, 2 * BLOCK, DIM)
+        cache = self.pool[layer].view(-1, self.heads, 2 * BLOCK, DIM)
         key_cache, value_cache = cache.chunk(2, dim=2)
         for kv, ids in zip(self.kv, self.tables, strict=True):
             slots = torch.tensor([ids[i // BLOCK] * BLOCK + i % BLOCK for i in range(kv.shape[2])])
@@ -191,8 +239,8 @@ class Scene:
             ]
         schedule = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(self.batch),
-            num_heads=HEADS * GROUP,
-            num_kv_heads=HEADS,
+            num_heads=self.heads * GROUP,
+            num_kv_heads=self.heads,
             head_dim=DIM,
             seq_lens=lengths,
             dtype=DTYPE,

@@ -29,9 +29,11 @@ def test_slots_are_those_that_were_added(blocks: list[tuple[int, int]], count: i
     assert context.slots(count).tolist() == [model.get(i, 0) for i in range(count)]
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=6))
-def test_summaries_stay_where_they_were_put(counts: list[int]) -> None:
-    context, whole = HostContext(2, HEADS, 4), torch.randn(2, sum(counts), HEADS, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(counts=st.lists(st.integers(1, 40), min_size=1, max_size=6))
+def test_summaries_stay_where_they_were_put(dtype: torch.dtype, counts: list[int]) -> None:
+    context = HostContext(2, HEADS, 4, dtype)
+    whole = torch.randn(2, sum(counts), HEADS, 4).to(dtype)
     for count in counts:
         first = context.summarised
         for layer in range(2):

@@ -96,11 +96,12 @@ def test_on_a_gpu_summaries_bound_what_is_in_the_arena() -> None:
     [
         (gpu({"kvsieve.hot_rows": 1000}), "hot_rows: 1000 given, at least 1120"),
         (gpu({"kvsieve.dense_layers": 1}), "dense_layers"),
+        (gpu({"kvsieve.selector": "part-means"}), "part-means' runs on CPUs only; on a GPU there are quest"),
         (gpu({"kvsieve.prefetch": "none"}), "prefetch"),
         (engine({"kvsieve.hot_rows": 2000}), "hot_rows given, which means nothing on a CPU"),
         (engine({"kvsieve.host_tokens": 2000}), "host_tokens given, which means nothing on a CPU"),
     ],
-    ids=["few hot rows", "dense layers", "prefetch", "hot rows on a CPU", "host tokens on a CPU"],
+    ids=["few hot rows", "dense layers", "selector", "prefetch", "hot rows on a CPU", "host tokens on a CPU"],
 )
 def test_settings_that_do_not_fit_the_device(config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -9,10 +9,10 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from bench.quality import measure, recall  # noqa: E402
+from bench.quality import measure, recall, reference  # noqa: E402
 from bench.quality.reference import BLOCK_TOKENS, Picks, Reference, block_topk  # noqa: E402
 from bench.quality.texts import FORMS, Case, cases  # noqa: E402
-from kvsieve_connector.dense.selectors import SELECTORS  # noqa: E402
+from kvsieve_connector.dense.selectors import DEFAULT, SELECTORS  # noqa: E402
 
 CONTEXT = 10 * BLOCK_TOKENS + 5
 PICKS = Picks("mean-outlier", 2 * BLOCK_TOKENS)
@@ -56,13 +56,22 @@ def test_a_budget_of_everything_is_dense(model: Reference, picks: Picks) -> None
     assert cache.get_seq_length() == CONTEXT
 
 
+def test_a_prompt_may_be_read_in_two(model: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the second part's attention is worked out piece by piece."""
+    prompt, forced = ids(CONTEXT), ids(20, seed=1)
+    whole = model.decode(model.prefill(prompt), forced, PICKS)
+    monkeypatch.setattr(reference, "AT_ONCE", 7)
+    cache = model.prefill(prompt[:100])
+    assert torch.allclose(model.decode(model.prefill(prompt[100:], cache), forced, PICKS), whole, atol=1e-4)
+
+
 def test_only_what_is_picked_is_read() -> None:
     """The first block, the newest ones and the unfinished one; values elsewhere don't matter."""
     torch.manual_seed(0)
     query, key = torch.randn(4, 1, 8), torch.randn(2, CONTEXT, 8)
     value = torch.randn(2, CONTEXT, 8)
     spoilt = value.clone()
-    spoilt[:, BLOCK_TOKENS : 8 * BLOCK_TOKENS] = torch.nan
+    spoilt[:, BLOCK_TOKENS : 8 * BLOCK_TOKENS] = 1e30
     none = Picks("mean-key", 0)
     assert torch.equal(block_topk(query, key, spoilt, none, 1.0), block_topk(query, key, value, none, 1.0))
 
@@ -93,9 +102,17 @@ def test_cases_hide_one_key(form: str) -> None:
 
 def test_rows(model: Reference) -> None:
     rows = measure.perplexity(model, "x", ids(CONTEXT), 30, [measure.GOAL, PICKS])
-    assert [row["selector"] for row in rows] == ["dense", "mean-outlier", "mean-outlier"]
+    assert [row["selector"] for row in rows] == ["dense", DEFAULT, "mean-outlier"]
     assert rows[0]["ratio"] == 1
     asked = [Case(CONTEXT, 0.5, ids(CONTEXT), [1], [2, 3], [4, 5])]
     rows += measure.needles(model, "filler", asked, [measure.GOAL])
     assert [row["accuracy"] for row in rows[-2:]] == [0, 0]
     assert [goal.limit for goal in measure._goals(rows)] == [1.03, -2]
+
+
+def test_parts_that_are_not_run_stay_as_they_were() -> None:
+    rows = [{"part": "recall"}, {"part": "prose"}]
+    before = {"parameters": {"budgets": [1, 2]}, "rows": rows}
+    assert measure.kept(before, {"budgets": (1, 2)}, ["prose"]) == rows[:1]
+    assert measure.kept(before, {"budgets": (1,)}, ["prose"]) == []
+    assert measure.kept(None, {}, ["prose"]) == []

@@ -43,11 +43,25 @@ def test_bounds_are_upper_bounds(seed: int, n: int, tokens: int) -> None:
 
 
 @given(**shapes)
-def test_the_mean_is_a_lower_bound_of_the_mass(seed: int, n: int, tokens: int) -> None:
+def test_means_are_lower_bounds_of_the_mass_those_of_parts_closer_ones(
+    seed: int, n: int, tokens: int
+) -> None:
     keys, query = some_keys(seed, n, tokens), some_query(seed)
-    selector = make_selector("mean-key", 8)
     mass = exact_logits(query, keys).logsumexp(dim=1) - math.log(tokens)
-    assert torch.all(selector.logits(query, selector.summarise(keys)) <= mass + 1e-4)
+    mean, parts = (
+        selector.logits(query, selector.summarise(keys))
+        for selector in (make_selector("mean-key", 8), make_selector("part-means", 8))
+    )
+    assert torch.all(mean <= parts + 1e-4)
+    assert torch.all(parts <= mass + 1e-4)
+
+
+@given(seed=st.integers(0, 1000), n=st.integers(1, 12), repeated=st.integers(1, 4))
+def test_parts_are_exact_where_the_keys_of_each_are_alike(seed: int, n: int, repeated: int) -> None:
+    keys, query = some_keys(seed, n, 8).repeat_interleave(repeated, dim=1), some_query(seed)
+    selector = make_selector("part-means", 8)
+    mass = exact_logits(query, keys).logsumexp(dim=1) - math.log(8 * repeated)
+    assert torch.allclose(selector.logits(query, selector.summarise(keys)), mass, atol=1e-4)
 
 
 def test_one_key_that_stands_out_is_seen() -> None:

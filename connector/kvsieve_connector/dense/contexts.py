@@ -21,12 +21,12 @@ class HostContext:
     as a count.
     """
 
-    def __init__(self, layers: int, heads: int, width: int) -> None:
-        """width: floats of a summary, per block and KV head."""
+    def __init__(self, layers: int, heads: int, width: int, dtype: torch.dtype = torch.float32) -> None:
+        """width: floats of a summary, per block and KV head. dtype: of what is kept of them."""
         self.arena_blocks = 0
         self.summarised = 0
         self._slots = np.zeros(0, np.int64)
-        self._summaries = torch.empty((layers, 0, heads, width), dtype=torch.float32)
+        self._summaries = torch.empty((layers, 0, heads, width), dtype=dtype)
 
     def add(self, blocks: Iterable[tuple[int, int]]) -> None:
         """blocks: (index in the request, address of its slot), to be read from there from now on."""
@@ -47,7 +47,7 @@ class HostContext:
         )
 
     def summaries(self, layer: int, count: int) -> Tensor:
-        """Of the first `count` blocks: float32 [count, heads, width]."""
+        """Of the first `count` blocks: [count, heads, width]."""
         assert count <= self.summarised
         return self._summaries[layer, :count]
 
@@ -65,8 +65,9 @@ class HostContext:
 class HostContexts:
     """The host-backed requests of a worker, by their ids."""
 
-    def __init__(self, layers: int, heads: int, width: int) -> None:
-        self._shape = (layers, heads, width)
+    def __init__(self, layers: int, heads: int, width: int, dtype: torch.dtype = torch.float32) -> None:
+        """As HostContext."""
+        self._shape = (layers, heads, width, dtype)
         self._contexts: dict[str, HostContext] = {}
 
     def get(self, req_id: str) -> HostContext | None:

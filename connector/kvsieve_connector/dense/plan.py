@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from kvsieve_connector.kernels.block_tables import SELECTORS
 from kvsieve_connector.settings import PREFIX, ConnectorSettings, parse_settings
 from kvsieve_connector.sparse.plan import LOADING, check_settings, extra_config
 
@@ -20,6 +21,8 @@ DSA_ONLY = ("prefetch", "sharded_fetch")
 
 GPU_ONLY = ("hot_rows", "host_tokens", "exact_in_pool")
 """Settings of a dense model that mean nothing on a CPU."""
+
+DEFAULT_SELECTORS = {"cpu": "part-means", "gpu": "mean-outlier"}
 
 HOST_TOKENS = 1 << 20
 """Tokens that summaries have room for at most, by default."""
@@ -85,6 +88,7 @@ class DensePlan:
             raise ValueError(
                 f"{PREFIX}dense_layers: {settings.dense_layers} given, the model has {layers} layers"
             )
+        device = "cpu" if vllm_config.device_config.device_type == "cpu" else "gpu"
         block = int(cache.block_size)
         max_len = int(vllm_config.model_config.max_model_len)
         max_num_seqs = int(vllm_config.scheduler_config.max_num_seqs)
@@ -93,12 +97,12 @@ class DensePlan:
             budget_blocks=-(-settings.budget_tokens // block),
             first_blocks=settings.first_blocks,
             window_blocks=settings.window_blocks,
-            selector=settings.selector,
+            selector=settings.selector or DEFAULT_SELECTORS[device],
             dense_layers=settings.dense_layers,
             max_blocks=-(-max_len // block),
             max_num_seqs=max_num_seqs,
         )
-        if vllm_config.device_config.device_type == "cpu":
+        if device == "cpu":
             for name in GPU_ONLY:
                 if name in settings.model_fields_set:
                     raise ValueError(
@@ -109,6 +113,11 @@ class DensePlan:
             raise ValueError(
                 f"kvsieve: {PREFIX}dense_layers={settings.dense_layers} given; on a GPU sparse mode of dense "
                 "models picks in all layers: leave it out"
+            )
+        if plan.selector not in SELECTORS:
+            raise ValueError(
+                f"kvsieve: {PREFIX}selector={plan.selector!r} runs on CPUs only; on a GPU there are "
+                f"{', '.join(SELECTORS)}"
             )
         least = plan.attended_blocks * block
         rows = settings.hot_rows if settings.hot_rows is not None else least + least // 2

@@ -83,7 +83,7 @@ class DenseRuntime:
         self.layers = {name: layer for layer, name in enumerate(names)}
         self._plan, self._pages, self._selector, self._key_order = plan, pages, selector, order
         self._dim = like.shape[3] // 2
-        self.contexts = HostContexts(len(names), pages.heads, selector.width)
+        self.contexts = HostContexts(len(names), pages.heads, selector.width, like.dtype)
         self.counts: dict[str, float] = {}
         self._workspace = like.new_empty((plan.max_blocks, *like.shape[1:]))  # touched as far as it is used
         self._rows: dict[int, HostRow] = {}

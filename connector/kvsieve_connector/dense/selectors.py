@@ -4,7 +4,7 @@ A selector keeps one summary per block and KV head, made when the block fills. F
 estimates the logit that stands for the block. The query heads of a KV head share its blocks: the attention
 that each would give a block is added.
 
-docs/decisions/0019-block-selector.md says which selector is the default, and why.
+docs/decisions/0019-block-selector.md and 0024-part-means.md say which selector is the default, and why.
 """
 
 from __future__ import annotations
@@ -103,15 +103,41 @@ class MeanOutlier(Selector):
         )
 
 
+class PartMeans(Selector):
+    """The mean keys of PARTS runs of neighbouring tokens, as long as each other.
+
+    The block's logit is that of its mean weight if all keys of a part were its mean: a lower bound, and one
+    that is closer than the mean key's.
+    """
+
+    name = "part-means"
+    parts = 8
+
+    def summarise(self, keys: Tensor) -> Tensor:
+        n, tokens, heads, dim = keys.shape
+        keys = keys.float()
+        if tokens % self.parts:  # parts that end inside a token
+            keys = keys.repeat_interleave(self.parts, dim=1)
+        parts = keys.reshape(n, self.parts, -1, heads, dim).mean(dim=2)
+        return parts.transpose(1, 2).reshape(n, heads, self.width)
+
+    def logits(self, query: Tensor, summaries: Tensor) -> Tensor:
+        scaled = query.float() * self.scale
+        logits = [_dot(scaled, part) for part in summaries.float().chunk(self.parts, dim=-1)]
+        return torch.stack(logits).logsumexp(dim=0) - math.log(self.parts)
+
+
 def _dot(features: Tensor, summaries: Tensor) -> Tensor:
     """[heads, group, c] and [n, heads, c] to [n, heads, group]."""
     return torch.einsum("hgc,nhc->nhg", features, summaries.float())
 
 
-SELECTORS: dict[str, type[Selector]] = {each.name: each for each in (QuestBounds, MeanKey, MeanOutlier)}
+SELECTORS: dict[str, type[Selector]] = {
+    each.name: each for each in (QuestBounds, MeanKey, MeanOutlier, PartMeans)
+}
 
 
-DEFAULT = MeanOutlier.name
+DEFAULT = PartMeans.name
 
 
 def make_selector(name: str, dim: int, scale: float | None = None) -> Selector:
