@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from kvsieve_connector.dense.selectors import DEFAULT
 from kvsieve_connector.kernels.block_tables import SELECTORS
 from kvsieve_connector.settings import PREFIX, ConnectorSettings, parse_settings
 from kvsieve_connector.sparse.plan import LOADING, check_settings, extra_config
@@ -22,7 +23,7 @@ DSA_ONLY = ("prefetch", "sharded_fetch")
 GPU_ONLY = ("hot_rows", "host_tokens", "exact_in_pool")
 """Settings of a dense model that mean nothing on a CPU."""
 
-DEFAULT_SELECTORS = {"cpu": "part-means", "gpu": "mean-outlier"}
+DEFAULT_SELECTORS = {"cpu": DEFAULT, "gpu": "mean-outlier"}
 
 HOST_TOKENS = 1 << 20
 """Tokens that summaries have room for at most, by default."""
