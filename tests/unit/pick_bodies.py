@@ -53,6 +53,7 @@ SHAPES = {
     "small": Shape(),
     "one request": Shape(lengths=(2000,), heads=8, dim=128),
     "no slack": Shape(slack=0, budget=16),
+    "about as long as a list": Shape(lengths=(177, 193, 176, 192, 178, 16, 1)),
     "blocks of 64": Shape(tokens=64, lengths=(5000, 900), dim=128, heads=3),
     "three query heads": Shape(group=3),
     "one query head": Shape(group=1, dim=128),

@@ -3,6 +3,7 @@ prefill, and what the scheduler's half tells of blocks that fill."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,6 +162,24 @@ def test_a_prompt_gets_its_whole_context(engine: Engine) -> None:
         assert torch.equal(whole, engine.arena[:9, layer])
 
 
+def test_an_idle_engine_has_no_rows(engine: Engine) -> None:
+    engine.tables.begin("a", list(range(14, 20)))
+    engine.lose("a", [0])
+    engine.runtime.begin([BatchRow("a", 100, 1)])
+    assert engine.tables.blocks.row_slot[0] >= 0
+    engine.runtime.idle()
+    assert not engine.runtime.differs
+    assert (engine.tables.blocks.row_slot == -1).all()
+    assert engine.runtime.prefill_parts() == []
+
+
+def test_blocks_that_the_kernels_cannot_summarise_are_refused_at_the_start() -> None:
+    layer = LayerPages("a", torch.zeros((2, 8), dtype=torch.uint8), 0, group=0, pages=1, writes=True)
+    cache = torch.zeros((2, HEADS, 512, 2 * DIM), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="choose smaller blocks"):
+        dense_runtime(plan(block_tokens=512), [layer], [cache], replace(SIZES, layers=1), 1.0)
+
+
 def test_tables_are_used_again(engine: Engine) -> None:
     tables = engine.tables
     for turn in range(5):
@@ -191,10 +210,12 @@ def test_what_finds_no_room_for_a_summary_is_counted(engine: Engine) -> None:
     engine.tables.begin("b", list(range(14, 20)))
     engine.tables.filled("b", 0, list(range(1, 12)))
     assert engine.tables.unsummarised == 2
+    engine.lose("b", [9])
+    assert engine.runtime.begin([BatchRow("b", 176, 1)]) == 20
     engine.tables.end("a")
-    engine.tables.filled("b", 9, [10, 11])
+    assert engine.runtime.begin([BatchRow("b", 177, 1)]) == 2, "they get one as soon as there is room"
     assert engine.tables.unsummarised == 2
-    assert engine.runtime.begin([BatchRow("b", 176, 1)]) == 11
+    assert engine.runtime.begin([BatchRow("b", 178, 1)]) == 0
 
 
 # The scheduler's half

@@ -167,12 +167,11 @@ def tell(plan: DensePlan) -> None:
     logger.warning(
         "kvsieve: sparse mode on a dense model: once blocks of a request have left vLLM's pool, its "
         "decode steps attend to a part of the context only, which is an approximation: %d tokens that %r "
-        "picks, the first %d and the newest %d blocks of %d tokens. Prompts, and the first %d layers, "
-        "attend to all",
+        "picks, the first %d and the newest %d blocks of %d tokens. Prompts%s attend to all",
         plan.budget_blocks * plan.block_tokens,
         plan.selector,
         plan.first_blocks,
         plan.window_blocks,
         plan.block_tokens,
-        plan.dense_layers,
+        f", and the first {plan.dense_layers} layers," if plan.dense_layers else "",
     )

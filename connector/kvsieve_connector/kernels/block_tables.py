@@ -8,7 +8,7 @@ and a value each.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -24,7 +24,8 @@ SELECTORS = {"quest-bounds": 0, "mean-key": 1, "mean-outlier": 2}
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 
 MAX_BLOCKS = 32_768
-"""Most blocks of a request: their scores must fit a multiprocessor's shared memory."""
+"""Most blocks of a request. Their scores must fit a multiprocessor's shared memory, too: with many query
+heads a KV head there are fewer (pick_blocks.prepare)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +99,15 @@ def width_of(selector: str, dim: int) -> int:
     return dim if selector == "mean-key" else 2 * dim
 
 
-@lru_cache(maxsize=1024)
+_checked: WeakKeyDictionary[LayerBlocks, tuple[int, str]] = WeakKeyDictionary()
+"""With which tables, and for which selector."""
+
+
 def check_layer(layer: LayerBlocks, tables: BlockTables, selector: str) -> None:
     """Raise ValueError, naming the tensor, where a layer's tensors and the tables do not fit each other."""
+    found = (id(tables), selector)
+    if _checked.get(layer) == found:
+        return
     cache = layer.cache
     require(
         cache.dim() == 4 and cache.dtype in DTYPES,
@@ -142,6 +149,7 @@ def check_layer(layer: LayerBlocks, tables: BlockTables, selector: str) -> None:
         clock=layer.clock,
         counters=layer.counters,
     )
+    _checked[layer] = found
 
 
 def check_pick(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from .block_tables import DTYPES, SELECTORS, width_of
 from .compile import launch, load
 from .tables import require, require_device, require_tensor
 
-__all__ = ["KeySources", "summarise"]
+__all__ = ["KeySources", "prepare", "summarise"]
 
 THREADS = 128
 
@@ -45,8 +46,17 @@ def summarise(
     count = source.shape[0]
     if count == 0:
         return
-    _, heads, tokens, columns = like.shape
-    function = load(
+    function = prepare(like, selector)
+    stride = np.int64(like.stride(0) * like.element_size())
+    pages = np.int32(summaries.shape[2])
+    args = (source, page, sources.pool, stride, sources.offsets, summaries, pages)
+    launch(function, (count, len(sources.caches), like.shape[1]), THREADS, args)
+
+
+def prepare(like: torch.Tensor, selector: str) -> Any:
+    """The kernel for caches like this one, compiled."""
+    _, _, tokens, columns = like.shape
+    return load(
         "summarise",
         DIM=columns // 2,
         BLOCK_TOKENS=tokens,
@@ -55,10 +65,6 @@ def summarise(
         SELECTOR=SELECTORS[selector],
         FP16=DTYPES[like.dtype],
     )
-    stride = np.int64(like.stride(0) * like.element_size())
-    pages = np.int32(summaries.shape[2])
-    args = (source, page, sources.pool, stride, sources.offsets, summaries, pages)
-    launch(function, (count, len(sources.caches), heads), THREADS, args)
 
 
 def check_summarise(
@@ -77,7 +83,8 @@ def check_summarise(
     layers, (_, heads, tokens, columns) = len(sources.caches), like.shape
     require(
         columns % 16 == 0 and tokens * columns <= 40 * 1024,
-        f"blocks of {tokens} tokens and {columns // 2} channels do not fit the kernel's memory",
+        f"blocks of {tokens} tokens with {columns // 2} channels do not fit the kernel's memory; choose "
+        "smaller blocks (--block-size)",
     )
     require_tensor("pool", sources.pool, torch.int64, (layers,))
     require_tensor("offsets", sources.offsets, torch.int64, (layers,))

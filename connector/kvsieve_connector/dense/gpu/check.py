@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 
 from kvsieve_connector.dense.check import check_sharing, stranger
 from kvsieve_connector.dense.gpu.backend import HostFlashAttentionImpl
 from kvsieve_connector.dense.plan import DensePlan
+from kvsieve_connector.kernels.block_tables import DTYPES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -18,6 +20,8 @@ def check_layers(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor], pl
     """As dense.check.check_layers()."""
     layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
     check_sharing(layers)
+    if envs.VLLM_BATCH_INVARIANT:
+        raise ValueError("kvsieve: sparse mode of dense models does not support VLLM_BATCH_INVARIANT")
     for name, cache in kv_caches.items():
         impl = getattr(layers.get(name), "impl", None)
         if not isinstance(impl, HostFlashAttentionImpl):
@@ -26,6 +30,11 @@ def check_layers(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor], pl
             raise ValueError(
                 f"kvsieve: sparse mode of dense models needs FlashAttention 3 (Hopper GPUs), {name} runs "
                 f"FlashAttention {impl.vllm_flash_attn_version}"
+            )
+        if cache.dtype not in DTYPES:
+            raise ValueError(
+                "kvsieve: sparse mode of dense models on a GPU needs a cache of bfloat16 or float16, "
+                f"{name} has {cache.dtype}"
             )
         found = {
             "ALiBi": impl.alibi_slopes is not None,

@@ -114,15 +114,13 @@ class DenseLayer:
         """
         rt, staged = self.runtime, part.staged
         assert staged is not None
-        buffer = rt.staging.take(self.order, staged.contexts)
+        buffer, cache = rt.staging.take(self.order, staged.contexts), self.blocks.cache
         if staged.pooled.numel():
             ids = block_table[part.rows.start].index_select(0, staged.pooled)
-            cache = self.blocks.cache
             stride = cache.stride(0) * cache.element_size()
             addresses = ids.to(torch.int64) * stride + cache.data_ptr()
             rt.kernels.fetch_pages(buffer[staged.first :], addresses, COPY_BLOCKS)
         rt.fetch_ahead(self.order, part)
-        cache = self.blocks.cache
         return buffer.view(cache.dtype).view(-1, *cache.shape[1:])
 
 
@@ -193,6 +191,11 @@ class DenseGpuRuntime:
         self.staging.reset()
         return len(due.pages)
 
+    def idle(self) -> None:
+        """Graphs that are replayed, and forwards that run, from now on until begin() have no batch."""
+        self._batch, self._parts, self.differs = (), None, False
+        self.tables.clear_rows()
+
     def lists(self, rows: int, query: torch.Tensor) -> Lists:
         """Room for the lists of a decode batch. query: [rows, H * group, D]."""
         group, dim = query.shape[1] // self._heads, query.shape[2]
@@ -216,13 +219,11 @@ class DenseGpuRuntime:
     def fetch_ahead(self, layer: int, part: PrefillPart) -> None:
         """Starts to fetch what prefill attention needs after this layer and part."""
         assert self._parts is not None
-        staged = [each for each in self._parts if each.staged is not None]
-        number = staged.index(part) + 1
+        staged = [each.staged for each in self._parts if each.staged is not None]
+        number = next(i for i, each in enumerate(staged) if each is part.staged) + 1
         if number == len(staged):
             layer, number = layer + 1, 0
-        following = staged[number].staged
-        assert following is not None
-        self.staging.ahead(layer, following.contexts)
+        self.staging.ahead(layer, staged[number].contexts)
 
     def _split(self) -> list[PrefillPart]:
         parts: list[PrefillPart] = []

@@ -38,11 +38,12 @@ class DenseSizes:
 @dataclass(slots=True)
 class _Place:
     """slot: the request's table slot. pages: of its blocks' summaries, by index. addresses: of the blocks in
-    the arena, by index."""
+    the arena, by index. unpaged: blocks that have found no page yet, and where their keys are."""
 
     slot: int
     pages: dict[int, int] = field(default_factory=dict)
     addresses: dict[int, int] = field(default_factory=dict)
+    unpaged: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ class DenseTables:
     """One worker's tables. Changes collect until flush(), which puts them on the current stream.
 
     blocks: what the kernels read (BlockTables). tag, stamp, clock, counters: the hot buffers' state, layers
-    first; a kernel sees one layer's part. unsummarised: blocks that found no page for a summary since the
-    start; they are picked last.
+    first; a kernel sees one layer's part. unsummarised: blocks that found no page for a summary at once,
+    since the start; they are picked last until they get one.
     """
 
     def __init__(self, sizes: DenseSizes, device: torch.device, exact_in_pool: bool = True) -> None:
@@ -162,6 +163,9 @@ class DenseTables:
     def flush(self) -> Unsummarised:
         """Writes what has changed, after all that is queued on the current stream. Returns the blocks of
         which summaries are to be made before anything else is launched."""
+        for place in self._places.values() if self._free_pages else ():
+            for index, source in list(place.unpaged.items()):
+                self._give_page(place, index, source)
         if self._new:
             self._reset_slots()
         if self._added:
@@ -183,8 +187,10 @@ class DenseTables:
         if index in place.pages:
             return
         if not self._free_pages:
-            self.unsummarised += 1
+            self.unsummarised += index not in place.unpaged
+            place.unpaged[index] = source
             return
+        place.unpaged.pop(index, None)
         page = place.pages[index] = self._free_pages.pop()
         self._paged.append((place.slot, index, page, source))
 

@@ -60,9 +60,11 @@ class DenseGpuWorkerHalf(HostWorkerHalf):
         self._piece_bytes = blocks.piece_bytes
         self._counters = CounterReader(self._runtime.tables.counters, COUNTERS)
         if caches[0].is_cuda:
-            from kvsieve_connector.kernels.pick_blocks import prepare
+            from kvsieve_connector.kernels import pick_blocks, summarise
 
-            prepare(blocks, self._runtime.tables.blocks, self._runtime.picks, impl.num_queries_per_kv)
+            tables, picks = self._runtime.tables.blocks, self._runtime.picks
+            pick_blocks.prepare(blocks, tables, picks, impl.num_queries_per_kv)
+            summarise.prepare(caches[0], plan.selector)
         for name, host in self._runtime.layers.items():
             self._static[name].impl.host = host
         tell(plan)
@@ -92,20 +94,22 @@ class DenseGpuWorkerHalf(HostWorkerHalf):
                 f"kvsieve: sparse mode needs vLLM's V2 model runner; this one tells only {sorted(step)}"
             )
         batch = batch_rows(step["request_ids"], step["scheduler_output"]) if step else ()
-        self.stats.add(summarised_blocks=self._dense.begin(batch))
+        summarised = self._dense.begin(batch)
+        if self._rank == 0:
+            self.stats.add(summarised_blocks=summarised)
 
     def finish_saves(self, after_sampling: bool) -> None:
         """Also: where engines run in step (DP), an idle one replays graphs without a batch: they must touch
         no request's tables."""
         super().finish_saves(after_sampling)
         if after_sampling and self._runs_in_step:
-            self._dense.tables.clear_rows()
+            self._dense.idle()
 
     def results(self) -> Any:
         assert self._counters is not None
         found = piece_stats(self._counters.poll(), self._piece_bytes)
         missing = self._dense.tables.unsummarised
-        if missing > self._unsummarised:
+        if missing > self._unsummarised and self._rank == 0:
             found["unsummarised_blocks"] = missing - self._unsummarised
             self._unsummarised = missing
             logger.warning_once(
