@@ -30,7 +30,7 @@ class Sizes:
     pass keys in each form. budgets: tokens."""
 
     tokens: int = 6_144
-    decoded: int = 1_024
+    decoded: int = 512
     depths: int = 10
     documents: int = 5
     budgets: tuple[int, ...] = (256, 512, 1024, 2048)
