@@ -151,6 +151,7 @@ class Scene:
             max_concurrent_batches=overlap,
             kv_events_config=None,
             kv_transfer_config=SimpleNamespace(kv_connector="KVSieveConnector"),
+            device_config=SimpleNamespace(device_type="cpu"),
         )
         return config
 
