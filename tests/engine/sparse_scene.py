@@ -15,7 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvsieve_connector.dense.plan import DensePlan
 from kvsieve_connector.dense.scheduler import DenseScheduler
-from kvsieve_connector.metadata import HintLoad, HintSave, StepOrders, WorkerReport
+from kvsieve_connector.metadata import HintLoad, HintSave, HostFilled, StepOrders, WorkerReport
 from kvsieve_connector.settings import parse_settings
 from kvsieve_connector.sparse.plan import SparsePlan
 from kvsieve_connector.sparse.scheduler import SparseScheduler
@@ -32,10 +32,12 @@ class Arena(Protocol):
 
 @dataclass
 class Tables:
-    """What the workers know of a host-backed request: its hot blocks, and block -> (epoch, slot)."""
+    """What the workers know of a host-backed request: its hot blocks, and block -> (epoch, slot). summarised:
+    blocks that have a summary, of a dense model on a GPU."""
 
     hot: tuple[tuple[int, ...], ...]
     pages: dict[int, tuple[int, int]] = field(default_factory=dict)
+    summarised: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -61,7 +63,7 @@ class OnDevice:
 class Scene:
     """chunk: tokens of a step. overlap: steps in flight at once. late: steps that a copy may take longer.
     drafts: tokens that a drafter adds to each decode step, as vLLM's asynchronous scheduler counts them.
-    dense: a dense model, on a CPU; hot_blocks means nothing then.
+    dense: a dense model, on this device, "" for a DSA model; on a CPU hot_blocks means nothing.
     """
 
     def __init__(
@@ -79,10 +81,10 @@ class Scene:
         max_model_len: int = 2048,
         layers: int = 10,
         drafts: int = 0,
-        dense: bool = False,
+        dense: str = "",
         seed: int = 0,
     ) -> None:
-        self.drafts, self.max_model_len = drafts, max_model_len
+        self.drafts, self.max_model_len, self.dense = drafts, max_model_len, dense
         self.rejected = 0
         self.rng = random.Random(seed)
         self.client, self.arenas = client, arenas
@@ -92,7 +94,10 @@ class Scene:
             "kvsieve.window_blocks": window_blocks,
             "kvsieve.endpoint": "unix:///s",
         }
-        if not dense:
+        if dense == "cuda":
+            given |= {"kvsieve.budget_tokens": 0, "kvsieve.first_blocks": 0}
+            hot_blocks = max(hot_blocks, window_blocks)
+        if dense != "cpu":
             given["kvsieve.hot_rows"] = hot_blocks * BLOCK
         settings = parse_settings(given)
         config = self._config(hot_blocks, chunk, overlap, seqs, max_model_len, dense)
@@ -135,7 +140,7 @@ class Scene:
 
     @staticmethod
     def _config(
-        hot_blocks: int, chunk: int, overlap: int, seqs: int, max_model_len: int, dense: bool = False
+        hot_blocks: int, chunk: int, overlap: int, seqs: int, max_model_len: int, dense: str = ""
     ) -> Any:
         config = vllm_config(max_model_len, chunk * overlap)
         hf = SimpleNamespace(index_topk=hot_blocks * BLOCK, kv_lora_rank=512, qk_rope_head_dim=64)
@@ -145,13 +150,13 @@ class Scene:
         config.cache_config.__dict__.update(
             block_size=BLOCK, cache_dtype="auto" if dense else "fp8", prefix_caching_hash_algo="sha256"
         )
-        config.scheduler_config.__dict__.update(max_num_seqs=seqs)
+        config.scheduler_config.__dict__.update(max_num_seqs=seqs, max_num_batched_tokens=chunk)
         config.__dict__.update(
             num_speculative_tokens=0,
             max_concurrent_batches=overlap,
             kv_events_config=None,
             kv_transfer_config=SimpleNamespace(kv_connector="KVSieveConnector"),
-            device_config=SimpleNamespace(device_type="cpu"),
+            device_config=SimpleNamespace(device_type=dense or "cuda"),
         )
         return config
 
@@ -404,6 +409,9 @@ class Scene:
         for backed in orders.host_backed:
             assert backed.req_id not in self.tables
             self.tables[backed.req_id] = Tables(backed.hot_blocks)
+        for filled in orders.host_filled:
+            self._summarise(filled)
+        for backed in orders.host_backed:
             for group in backed.hot_blocks:
                 self.gpu.update(dict.fromkeys(group, "hot"))
         for host in orders.host_blocks:
@@ -411,6 +419,7 @@ class Scene:
             for index, slot in host.blocks:
                 assert index not in pages, "told twice"
                 pages[index] = (host.epoch, slot)
+                self.tables[host.req_id].summarised.add(index)
         for load in orders.hint_loads:
             assert load.epoch == self.mapped.epoch
             self._read_hint(load)
@@ -430,12 +439,24 @@ class Scene:
         last = self.half.blocks.key(self.requests[order.req_id], order.tokens // BLOCK - 1)
         assert self.arenas[order.epoch][order.ref.slot] == _hint_of(last)
 
+    def _summarise(self, filled: HostFilled) -> None:
+        """The blocks are the request's, whoever they were given to since, and none is told of twice."""
+        name, summarised = filled.req_id, self.tables[filled.req_id].summarised
+        for index, block in enumerate(filled.block_ids, filled.first):
+            assert index not in summarised
+            summarised.add(index)
+            want = self._rows(name, index, self.device[name].computed)
+            assert len(want) == BLOCK
+            assert self._read(block, want) == want, (name, index, "not its block any more")
+
     def _check_row(self, orders: StepOrders, name: str, tokens: int) -> None:
         """A dense model's host-backed request is known by the block that its newest token goes to."""
         computed = self.device[name].computed
         newest = self.block_tables[name][0][(computed + tokens - 1) // BLOCK]
         found = [row for row in orders.host_rows if row.block == newest]
-        told = name in self.tables and not self.indexers
+        told = name in self.tables and self.dense == "cpu"
+        if name in self.tables and self.dense == "cuda":
+            assert self.tables[name].summarised == set(range(computed // BLOCK))
         assert [row.req_id for row in found] == [name] * told
         prompt = self.requests[name].num_prompt_tokens
         assert all(row.decodes == (tokens == 1 and computed >= prompt) for row in found)

@@ -16,10 +16,10 @@ from tests.engine.sparse_vllm import new_request, tokens_of
 SEEDS = 24
 
 
-DENSE = pytest.mark.parametrize("dense", [False, True], ids=["dsa", "dense"])
+DENSE = pytest.mark.parametrize("dense", ["", "cpu", "cuda"], ids=["dsa", "dense", "dense-gpu"])
 
 
-def scene_of(rng: random.Random, store: FakeStore, seed: int, drafts: int = 0, dense: bool = False) -> Scene:
+def scene_of(rng: random.Random, store: FakeStore, seed: int, drafts: int = 0, dense: str = "") -> Scene:
     client = FakeClient(store, rng.choice([4, 16]))
     return Scene(
         client,
@@ -71,7 +71,7 @@ def check_all_given_back(*scenes: Scene) -> None:
 
 @DENSE
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_one_engine(seed: int, dense: bool) -> None:
+def test_one_engine(seed: int, dense: str) -> None:
     rng = random.Random(seed)
     store = FakeStore(rng.choice([40, 60, 120, 1000]), rng)
     scene = scene_of(rng, store, seed, dense=dense)
@@ -98,7 +98,7 @@ def test_rows_of_rejected_drafts_are_neither_saved_nor_released(drafts: int, see
 
 @DENSE
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_sessions_are_lost(seed: int, dense: bool) -> None:
+def test_sessions_are_lost(seed: int, dense: str) -> None:
     rng = random.Random(seed)
     scene = scene_of(rng, FakeStore(200, rng), seed, dense=dense)
     for _ in range(rng.randint(60, 200)):
@@ -119,7 +119,7 @@ def test_sessions_are_lost(seed: int, dense: bool) -> None:
 
 @DENSE
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_two_engines_on_one_store(seed: int, dense: bool) -> None:
+def test_two_engines_on_one_store(seed: int, dense: str) -> None:
     rng = random.Random(seed)
     store = FakeStore(rng.choice([30, 40, 80]), rng)
     scenes = [scene_of(rng, store, seed + i, dense=dense) for i in range(2)]
