@@ -217,7 +217,8 @@ def test_the_log_says_once_that_it_can_not_start(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     stuck.run(5 * PATIENCE_SECONDS, big=25)
-    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+    said = {id(record): record for record in caplog.records}  # pytest may hear of one by two loggers
+    assert [record.getMessage().split(",")[0] for record in said.values()] == [
         "kvsieve: a request waits for 25 free slots of the store's arena"
     ]
 
