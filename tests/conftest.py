@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -99,7 +100,13 @@ class StoreProcess:
             return False
 
     def metrics(self) -> str:
-        """The text of /metrics."""
+        """The text of /metrics. Asked again when the connection is reset; a store that is gone refuses it."""
+        for _ in range(3):
+            with contextlib.suppress(ConnectionResetError):
+                return self._metrics()
+        return self._metrics()
+
+    def _metrics(self) -> str:
         with urllib.request.urlopen(f"http://{self.http}/metrics", timeout=5) as answer:
             return bytes(answer.read()).decode()
 
