@@ -9,13 +9,13 @@ list are compared with the host's, byte for byte.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from bench.gpu.events import median_us
 from bench.gpu.swap_in import link_gb_s
 from bench.gpu.table import device as about_device
 from bench.gpu.table import tell
@@ -173,15 +173,8 @@ def _row(case: str, batch: int, context: int, link: float, picked: float) -> dic
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
-    before, times = scene.missed(), []
-    for _ in range(REPLAYS):
-        begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begun.record()
-        graph.replay()
-        done.record()
-        done.synchronize()
-        times.append(begun.elapsed_time(done) * 1e3)
-    us = statistics.median(times) / CALLS / LAYERS
+    before = scene.missed()
+    us = median_us(graph.replay, REPLAYS) / CALLS / LAYERS
     missed = (scene.missed() - before) / REPLAYS / CALLS / LAYERS
     scene.check()
     row = {"case": case, "batch": batch, "context": context, "us": round(us, 2)}

@@ -9,13 +9,13 @@ calls. At the end, the rows of the last step are compared with the host's, byte 
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from bench.gpu.events import median_us
 from bench.gpu.table import device as about_device
 from bench.gpu.table import tell
 from kvsieve_connector.kernels.tables import COUNTERS, LayerCache, RequestTables
@@ -278,18 +278,11 @@ def time_graph(contender: Contender, trace: Trace, host: Host) -> tuple[float, f
         graph.replay()
     torch.cuda.synchronize()
     before = contender.missed()
-    times = []
-    for _ in range(REPLAYS):
-        begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begun.record()
-        graph.replay()
-        done.record()
-        done.synchronize()
-        times.append(begun.elapsed_time(done) * 1e3)
+    us = median_us(graph.replay, REPLAYS)
     calls = len(steps) * len(contender.calls)
     missed = (contender.missed() - before) / REPLAYS / calls / trace.batch
     check_rows(contender, trace, host)
-    return statistics.median(times) / calls, missed
+    return us / calls, missed
 
 
 def check_rows(contender: Contender, trace: Trace, host: Host) -> None:
@@ -309,15 +302,8 @@ def link_gb_s(device: torch.device) -> float:
     """Speed of a large copy from pinned host memory."""
     source = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(source, device=device)
-    speeds = []
-    for _ in range(8):
-        begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begun.record()
-        target.copy_(source, non_blocking=True)
-        done.record()
-        done.synchronize()
-        speeds.append(source.numel() / begun.elapsed_time(done) / 1e6)
-    return statistics.median(speeds)
+    us = median_us(lambda: target.copy_(source, non_blocking=True), 8)
+    return source.numel() / us / 1e3
 
 
 def _goals(rows: list[dict[str, Any]]) -> list[Goal]:

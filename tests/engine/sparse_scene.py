@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-import torch
 from vllm.v1.request import Request, RequestStatus
 
 from kvsieve_connector.dense.plan import DensePlan
@@ -20,7 +19,7 @@ from kvsieve_connector.settings import parse_settings
 from kvsieve_connector.sparse.plan import SparsePlan
 from kvsieve_connector.sparse.scheduler import SparseScheduler
 from kvsieve_connector.sparse.spec import main_groups
-from tests.engine.sparse_vllm import BLOCK, cache_manager, plan_cache, plan_dense_cache, vllm_config
+from tests.engine.sparse_vllm import BLOCK, cache_manager, plan_cache, plan_dense_cache, scene_config
 
 
 class Arena(Protocol):
@@ -100,7 +99,7 @@ class Scene:
         if dense != "cpu":
             given["kvsieve.hot_rows"] = hot_blocks * BLOCK
         settings = parse_settings(given)
-        config = self._config(hot_blocks, chunk, overlap, seqs, max_model_len, dense)
+        config = scene_config(hot_blocks, chunk, overlap, seqs, max_model_len, dense)
         if dense:
             cache = plan_dense_cache(config, layers, pool_mib << 20, DensePlan.of(config, settings))
         else:
@@ -137,28 +136,6 @@ class Scene:
         self.copies: list[tuple[int, int]] = []
         self.steps = 0
         self._prefix: dict[str, list[int]] = {}
-
-    @staticmethod
-    def _config(
-        hot_blocks: int, chunk: int, overlap: int, seqs: int, max_model_len: int, dense: str = ""
-    ) -> Any:
-        config = vllm_config(max_model_len, chunk * overlap)
-        hf = SimpleNamespace(index_topk=hot_blocks * BLOCK, kv_lora_rank=512, qk_rope_head_dim=64)
-        if dense:
-            hf = SimpleNamespace(num_hidden_layers=10)
-        config.model_config.__dict__.update(model="m", hf_text_config=hf, dtype=torch.bfloat16)
-        config.cache_config.__dict__.update(
-            block_size=BLOCK, cache_dtype="auto" if dense else "fp8", prefix_caching_hash_algo="sha256"
-        )
-        config.scheduler_config.__dict__.update(max_num_seqs=seqs, max_num_batched_tokens=chunk)
-        config.__dict__.update(
-            num_speculative_tokens=0,
-            max_concurrent_batches=overlap,
-            kv_events_config=None,
-            kv_transfer_config=SimpleNamespace(kv_connector="KVSieveConnector"),
-            device_config=SimpleNamespace(device_type=dense or "cuda"),
-        )
-        return config
 
     # What a test does
 

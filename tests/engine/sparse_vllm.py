@@ -83,6 +83,29 @@ def vllm_config(max_model_len: int, in_flight: int) -> Any:
     )
 
 
+def scene_config(
+    hot_blocks: int, chunk: int, overlap: int, seqs: int, max_model_len: int, dense: str = ""
+) -> Any:
+    """Of a scene's engine (sparse_scene.Scene), whose arguments these are."""
+    config = vllm_config(max_model_len, chunk * overlap)
+    hf = SimpleNamespace(index_topk=hot_blocks * BLOCK, kv_lora_rank=512, qk_rope_head_dim=64)
+    if dense:
+        hf = SimpleNamespace(num_hidden_layers=10)
+    config.model_config.__dict__.update(model="m", hf_text_config=hf, dtype=torch.bfloat16)
+    config.cache_config.__dict__.update(
+        block_size=BLOCK, cache_dtype="auto" if dense else "fp8", prefix_caching_hash_algo="sha256"
+    )
+    config.scheduler_config.__dict__.update(max_num_seqs=seqs, max_num_batched_tokens=chunk)
+    config.__dict__.update(
+        num_speculative_tokens=0,
+        max_concurrent_batches=overlap,
+        kv_events_config=None,
+        kv_transfer_config=SimpleNamespace(kv_connector="KVSieveConnector"),
+        device_config=SimpleNamespace(device_type=dense or "cuda"),
+    )
+    return config
+
+
 def plan_cache(config: Any, layers: int, memory: int, plan: SparsePlan | None) -> KVCacheConfig:
     """The scheduler's configuration of `memory` bytes. plan: of sparse mode; None: stock vLLM."""
 

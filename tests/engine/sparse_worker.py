@@ -16,8 +16,7 @@ from kvsieve_connector.sparse.worker import SparseWorkerHalf
 from kvsieve_store.client import Attachment, StoreClient
 from kvsieve_store.protocol.spec import PoolSpec
 from tests.conftest import StoreProcess
-from tests.engine.sparse_scene import Scene
-from tests.engine.sparse_vllm import BLOCK, ROW_BYTES, plan_cache
+from tests.engine.sparse_vllm import BLOCK, ROW_BYTES, plan_cache, scene_config
 
 LAYERS, HOT_BLOCKS, SEQS = 4, 2, 3
 MAX_MODEL_LEN = 1000
@@ -27,7 +26,7 @@ MAX_MODEL_LEN = 1000
 def engine_config(**changes: Any) -> Any:
     """What a worker half reads of vLLM's configuration. indexers: the layers that have their own.
     num_hidden_layers: of the model, if it says so; the others are a drafter's."""
-    config = Scene._config(HOT_BLOCKS, 256, 1, SEQS, MAX_MODEL_LEN)
+    config = scene_config(HOT_BLOCKS, 256, 1, SEQS, MAX_MODEL_LEN)
     if changes.get("num_hidden_layers") is not None:
         config.model_config.hf_text_config.num_hidden_layers = changes["num_hidden_layers"]
     indexers = changes.get("indexers", range(LAYERS))

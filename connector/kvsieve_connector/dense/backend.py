@@ -12,25 +12,15 @@ from typing import Any
 import torch
 from vllm import _custom_ops as ops
 from vllm import envs
-from vllm.config import VllmConfig
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec
 
-from kvsieve_connector.dense.plan import DensePlan
+from kvsieve_connector.dense.building import dense_config, host_backed_in_sparse_mode
 from kvsieve_connector.dense.runtime import Batch, DenseRuntime, Part
-from kvsieve_connector.sparse.building import sparse_config
-from kvsieve_connector.sparse.plan import is_dense
-from kvsieve_connector.sparse.spec import HostBackedSpec, as_host_backed
-
-
-def _dense_config() -> VllmConfig | None:
-    """The configuration of the engine being built, if it is a dense model's in sparse mode."""
-    config = sparse_config()
-    return config if config is not None and is_dense(config) else None
 
 
 class HostCPUAttentionImpl(CPUAttentionBackendImpl):
@@ -101,14 +91,8 @@ class HostCPUAttentionImpl(CPUAttentionBackendImpl):
 class HostCPUAttentionBackend(CPUAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        return HostCPUAttentionImpl if _dense_config() is not None else CPUAttentionBackendImpl
+        return HostCPUAttentionImpl if dense_config() is not None else CPUAttentionBackendImpl
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        spec = super().customize_spec(spec)
-        config = _dense_config()
-        if config is None or type(spec) is not FullAttentionSpec:
-            return spec
-        if spec.sliding_window is not None or spec.attention_chunk_size is not None or spec.non_causal:
-            return spec  # check.py refuses it
-        return as_host_backed(HostBackedSpec, spec, DensePlan.of_config(config))
+        return host_backed_in_sparse_mode(super().customize_spec(spec))

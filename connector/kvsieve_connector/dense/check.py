@@ -11,12 +11,12 @@ from kvsieve_connector.dense.plan import DensePlan
 from kvsieve_connector.geometry import layer_specs
 from kvsieve_connector.sparse.spec import HostBackedSpec
 
-BACKENDS = {"cpu": "CPU_ATTN", "cuda": "FLASH_ATTN"}
-"""vLLM's attention backends that sparse mode of dense models stands in for, by device."""
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+BACKENDS = {"cpu": "CPU_ATTN", "cuda": "FLASH_ATTN"}
+"""vLLM's attention backends that sparse mode of dense models stands in for, by device."""
 
 
 def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -11,10 +11,7 @@ whose contexts are all in the pool takes the stock path.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_scheduler_metadata
 from vllm.v1.attention.backends.flash_attn import (
@@ -23,20 +20,11 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadata,
     FlashAttentionMetadataBuilder,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec
 
+from kvsieve_connector.dense.building import dense_config, host_backed_in_sparse_mode
 from kvsieve_connector.dense.gpu.memory import hold_memory
 from kvsieve_connector.dense.gpu.runtime import DenseLayer, PrefillPart
-from kvsieve_connector.dense.plan import DensePlan
-from kvsieve_connector.sparse.building import sparse_config
-from kvsieve_connector.sparse.plan import is_dense
-from kvsieve_connector.sparse.spec import HostBackedSpec, as_host_backed
-
-
-def _dense_config() -> VllmConfig | None:
-    """The configuration of the engine being built, if it is a dense model's in sparse mode."""
-    config = sparse_config()
-    return config if config is not None and is_dense(config) else None
 
 
 class HostFlashAttentionImpl(FlashAttentionImpl):
@@ -59,22 +47,21 @@ class HostFlashAttentionImpl(FlashAttentionImpl):
     ) -> torch.Tensor:
         host = self.host
         if attn_metadata is None and host is None:  # vLLM measures how much memory is left for the cache
-            hold_memory(_dense_config(), self.num_kv_heads, self.head_size)
-        if attn_metadata is None or host is None:
-            return self._stock(layer, query, key, value, kv_cache, attn_metadata, output)
-        tokens = attn_metadata.num_actual_tokens
-        decode_only = attn_metadata.max_query_len == 1
+            hold_memory(dense_config(), self.num_kv_heads, self.head_size)
+        decode_only = attn_metadata is not None and attn_metadata.max_query_len == 1
         # A graph is replayed for whatever batch there is.
-        if decode_only and (host.runtime.differs or torch.cuda.is_current_stream_capturing()):
+        captures = decode_only and torch.cuda.is_current_stream_capturing()
+        scaled = output_scale is not None or output_block_scale is not None  # which stock refuses
+        if attn_metadata is None or host is None or scaled or not (host.runtime.differs or captures):
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        tokens = attn_metadata.num_actual_tokens
+        if decode_only:
             self._decode(host, query[:tokens], attn_metadata, output[:tokens])
-        elif host.runtime.differs:
-            self._mixed(host, query[:tokens], kv_cache, attn_metadata, output[:tokens])
         else:
-            return self._stock(layer, query, key, value, kv_cache, attn_metadata, output)
+            self._mixed(host, query[:tokens], kv_cache, attn_metadata, output[:tokens])
         return output
-
-    def _stock(self, *args: Any) -> torch.Tensor:
-        return super().forward(*args)
 
     def _decode(
         self, host: DenseLayer, query: torch.Tensor, md: FlashAttentionMetadata, output: torch.Tensor
@@ -185,29 +172,16 @@ class HostFlashAttentionBuilder(FlashAttentionMetadataBuilder):
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        return cls._cudagraph_support
-
-    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        return False
-
 
 class HostFlashAttentionBackend(FlashAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
-        return HostFlashAttentionImpl if _dense_config() is not None else FlashAttentionImpl
+        return HostFlashAttentionImpl if dense_config() is not None else FlashAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
-        return HostFlashAttentionBuilder if _dense_config() is not None else FlashAttentionMetadataBuilder
+        return HostFlashAttentionBuilder if dense_config() is not None else FlashAttentionMetadataBuilder
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        spec = super().customize_spec(spec)
-        config = _dense_config()
-        if config is None or type(spec) is not FullAttentionSpec:
-            return spec
-        if spec.sliding_window is not None or spec.attention_chunk_size is not None or spec.non_causal:
-            return spec  # check.py refuses it
-        return as_host_backed(HostBackedSpec, spec, DensePlan.of_config(config))
+        return host_backed_in_sparse_mode(super().customize_spec(spec))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
@@ -81,12 +82,8 @@ class DenseLayer:
         # Every piece as a page of one head.
         pieces = (cache.shape[0] - 1) * blocks.stride_pieces + heads
         size = tokens * columns
-        self._pieces = cache.as_strided((pieces, tokens, 1, columns), (size, columns, columns, 1))
-
-    @property
-    def pages(self) -> torch.Tensor:
+        self.pages = cache.as_strided((pieces, tokens, 1, columns), (size, columns, columns, 1))
         """[pieces, N, 1, 2 * D]: what Lists.table names."""
-        return self._pieces
 
     def pick(self, query: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor) -> Lists:
         """query: [R, H * group, D]. lengths: int32 [R]. block_table: int32 [R, B]. The lists are overwritten
@@ -158,25 +155,18 @@ class DenseGpuRuntime:
         """How the attention kernel divides a decode batch, which the first layer finds out; the backend's."""
         self._batch: Sequence[BatchRow] = ()
         self._parts: list[PrefillPart] | None = None
+        self.decodes = 0
+        """Rows of the batch that decode, the first ones: one token each."""
         self.differs = False
         """Whether some request of the batch picks, or has blocks that only the arena holds."""
         pages = [_Page(blocks) for blocks in layers.values()]
         self.staging = Staging(pages, tables, kernels, capacity=max_blocks)
 
-    @property
-    def decodes(self) -> int:
-        """Rows of the batch that decode, the first ones: one token each."""
-        count = 0
-        for row in self._batch:
-            if row.scheduled != 1:
-                break
-            count += 1
-        return count
-
     def begin(self, batch: Sequence[BatchRow]) -> int:
         """The next forward computes this batch, in row order. Tables are brought up to date for it, and
         summaries made. Returns of how many blocks."""
         self._batch, self._parts = batch, None
+        self.decodes = len(list(takewhile(lambda row: row.scheduled == 1, batch)))
         self.differs = any(self.tables.picks(row.req_id) for row in batch)
         self.tables.set_rows([row.req_id for row in batch])
         due = self.tables.flush()
@@ -193,7 +183,7 @@ class DenseGpuRuntime:
 
     def idle(self) -> None:
         """Graphs that are replayed, and forwards that run, from now on until begin() have no batch."""
-        self._batch, self._parts, self.differs = (), None, False
+        self._batch, self._parts, self.decodes, self.differs = (), None, 0, False
         self.tables.clear_rows()
 
     def lists(self, rows: int, query: torch.Tensor) -> Lists:
@@ -227,8 +217,8 @@ class DenseGpuRuntime:
 
     def _split(self) -> list[PrefillPart]:
         parts: list[PrefillPart] = []
-        first = start = self.decodes
-        for index in range(first, len(self._batch)):
+        start = self.decodes
+        for index in range(start, len(self._batch)):
             if self.tables.reads_arena(self._batch[index].req_id):
                 if start < index:
                     parts.append(self._part(start, index, None))

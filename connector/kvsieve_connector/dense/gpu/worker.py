@@ -145,7 +145,8 @@ class DenseGpuWorkerHalf(HostWorkerHalf):
     @property
     def _static(self) -> dict[str, Any]:
         """vLLM's attention layers, by name."""
-        return dict(self._vllm_config.compilation_config.static_forward_context)
+        layers: dict[str, Any] = self._vllm_config.compilation_config.static_forward_context
+        return layers
 
     @property
     def _dense(self) -> DenseGpuRuntime:
