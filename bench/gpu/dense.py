@@ -1,8 +1,8 @@
 """Decode speed of a dense model in real engines: one request that fits the GPU, and more than fit it.
 
 As `serve`, with grouped-query attention of a Llama: 32 layers, 8 KV heads of 128 channels, random weights;
-stock vLLM against kvsieve, which attends to a budget of blocks once some have left the pool, or from the
-start. What a step misses depends on how much its picks are those of the step before; --steady sets that, and
+stock vLLM against kvsieve, which attends to a budget of blocks, or does so once some have left the
+pool. What a step misses depends on how much its picks are those of the step before; --steady sets that, and
 the table tells what came of it.
 """
 
@@ -24,9 +24,9 @@ from kvsieve_store.bench.store import TemporaryStore
 LAYERS, HIDDEN, INNER = 32, 2048, 5504
 BLOCK = 16
 BLOCK_BYTES = LAYERS * 8 * BLOCK * 2 * 128 * 2
-PICKING = "kvsieve-picking"
-"""With kvsieve.exact_in_pool=false."""
-ENGINES = ("stock", "kvsieve", PICKING)
+EXACT = "kvsieve-exact-in-pool"
+"""With kvsieve.exact_in_pool."""
+ENGINES = ("stock", "kvsieve", EXACT)
 STEADY = 0.985
 """Share of a query that is the same in every step, as a part of its standard deviation."""
 
@@ -70,7 +70,7 @@ def measure(
         own |= {"hot_rows": hot_rows} if hot_rows else {}
         specs = []
         for name in names:
-            transfer = kvsieve(store.endpoint, **own, exact_in_pool=name != PICKING, pool=name)
+            transfer = kvsieve(store.endpoint, **own, exact_in_pool=name == EXACT, pool=name)
             more = {} if name == "stock" else {"kv_transfer_config": transfer}
             specs.append(EngineSpec(name, arguments | more))
         with Engines(specs) as engines:
@@ -109,7 +109,7 @@ def _model(steady: float) -> Path:
 def _goals(rows: list[dict[str, Any]]) -> list[Goal]:
     goals = []
     for row in rows:
-        if row.get("engine") not in ("kvsieve", PICKING):
+        if row.get("engine") not in ("kvsieve", EXACT):
             continue
         if row["case"] == "1 request" and "itl_ratio" in row:
             goals.append(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,7 +20,15 @@ from bench.gpu.events import median_us
 from bench.gpu.swap_in import link_gb_s
 from bench.gpu.table import device as about_device
 from bench.gpu.table import tell
-from kvsieve_connector.kernels.block_tables import COUNTERS, BlockTables, LayerBlocks, Picks
+from kvsieve_connector.dense.selectors import DEFAULT
+from kvsieve_connector.kernels.block_tables import (
+    COUNTERS,
+    SELECTORS,
+    BlockTables,
+    LayerBlocks,
+    Picks,
+    vectors_of,
+)
 from kvsieve_store.bench.report import Goal, Report
 
 HEADS, GROUP, DIM, TOKENS = 8, 4, 128, 16
@@ -39,10 +48,11 @@ class Scene:
     batch: int
     blocks: int
     in_pool: bool
+    selector: str
 
     def __post_init__(self) -> None:
         device, dtype, batch = torch.device("cuda"), torch.bfloat16, self.batch
-        self.picks = Picks("mean-outlier", BUDGET, 1, 2, DIM**-0.5)
+        self.picks = Picks(self.selector, BUDGET, 1, 2, DIM**-0.5)
         hot = self.picks.listed
         pages = batch * self.blocks
         one = torch.randn((pages, HEADS, TOKENS, 2 * DIM), device=device).to(dtype).cpu()
@@ -68,7 +78,7 @@ class Scene:
         self.newest = ids(batch, first=1 + batch * hot)
         self.block_table = self.newest.unsqueeze(1).repeat(1, self.blocks)
         means = torch.randn((LAYERS, HEADS, pages, DIM), device=device).to(dtype)
-        summaries = torch.cat([means, means], dim=-1)
+        summaries = means.repeat(1, 1, 1, vectors_of(self.selector, TOKENS))
         pool = torch.zeros((num_blocks, LAYERS, HEADS, TOKENS, 2 * DIM), dtype=dtype, device=device)
         self.layers = [
             LayerBlocks(
@@ -129,15 +139,19 @@ class Scene:
                 raise RuntimeError(f"pieces of request {request}, KV head {head}, are not the host's")
 
 
-def measure(*, batches: Sequence[int] = (1, 8), contexts: Sequence[int] = (32_768,)) -> Report:
+def measure(
+    *,
+    batches: Sequence[int] = (1, 8),
+    contexts: Sequence[int] = (32_768,),
+    selectors: Sequence[str] = (DEFAULT,),
+) -> Report:
     link = link_gb_s(torch.device("cuda"))
     rows: list[dict[str, Any]] = []
-    for context in contexts:
-        for batch in batches:
-            picked = 0.0
-            for case in ("in the pool", "all hot", "all missing"):
-                rows.append(_row(case, batch, context, link, picked))
-                picked = rows[-1]["us"]
+    for selector, context, batch in product(selectors, contexts, batches):
+        picked = 0.0
+        for case in ("in the pool", "all hot", "all missing"):
+            rows.append(_row(case, selector, batch, context, link, picked))
+            picked = rows[-1]["us"]
     parameters = {
         "kv_heads": HEADS,
         "group": GROUP,
@@ -149,15 +163,15 @@ def measure(*, batches: Sequence[int] = (1, 8), contexts: Sequence[int] = (32_76
     goals = [
         Goal(f"64 blocks of 64 KiB, {name}", row[column], FETCH_GOAL, "GB/s")
         for row in rows
-        if (row["batch"], row["case"]) == (1, "all missing")
+        if (row["selector"], row["batch"], row["case"]) == (DEFAULT, 1, "all missing")
         for name, column in (("without the scores", "fetch_gb_s"), ("with them", "all_gb_s"))
     ]
     return Report("gpu-pick", parameters, rows, goals)
 
 
-def _row(case: str, batch: int, context: int, link: float, picked: float) -> dict[str, Any]:
+def _row(case: str, selector: str, batch: int, context: int, link: float, picked: float) -> dict[str, Any]:
     """picked: what the same takes with nothing missing, in microseconds."""
-    scene = Scene(batch, context // TOKENS, case == "in the pool")
+    scene = Scene(batch, context // TOKENS, case == "in the pool", selector)
     queries = scene.queries if case == "all missing" else scene.queries[:1]
 
     def calls() -> None:
@@ -177,7 +191,7 @@ def _row(case: str, batch: int, context: int, link: float, picked: float) -> dic
     us = median_us(graph.replay, REPLAYS) / CALLS / LAYERS
     missed = (scene.missed() - before) / REPLAYS / CALLS / LAYERS
     scene.check()
-    row = {"case": case, "batch": batch, "context": context, "us": round(us, 2)}
+    row = {"case": case, "selector": selector, "batch": batch, "context": context, "us": round(us, 2)}
     row |= {"missed_pieces": round(missed / batch / HEADS, 1)}
     size = missed * TOKENS * 2 * DIM * 2
     if missed:
@@ -191,8 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu pick", description=__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--contexts", type=int, nargs="+", default=[32_768], help="tokens of a request")
+    parser.add_argument("--selectors", nargs="+", default=[DEFAULT], choices=sorted(SELECTORS))
     args = parser.parse_args(arguments)
-    tell(measure(batches=args.batches, contexts=args.contexts))
+    tell(measure(batches=args.batches, contexts=args.contexts, selectors=args.selectors))
 
 
 if __name__ == "__main__":

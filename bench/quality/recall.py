@@ -31,7 +31,7 @@ def recall(
     kv_heads = len(key)
     full = tokens // BLOCK_TOKENS
     blocks = key[:, : full * BLOCK_TOKENS].view(kv_heads, full, BLOCK_TOKENS, dim).permute(1, 2, 0, 3)
-    selectors = {name: make_selector(name, dim, scale) for name in SELECTORS}
+    selectors = {name: make_selector(name, dim, BLOCK_TOKENS, scale) for name in SELECTORS}
     summaries = {name: each.summarise(blocks) for name, each in selectors.items()}
     found = []
     for position in range(tokens - steps, tokens, stride):

@@ -115,7 +115,7 @@ def block_topk(query: Tensor, key: Tensor, value: Tensor, picks: Picks, scale: f
     """
     heads, tokens, dim = query.shape
     kv_heads, context, _ = key.shape
-    selector = make_selector(picks.selector, dim, scale)
+    selector = make_selector(picks.selector, dim, BLOCK_TOKENS, scale)
     full = context // BLOCK_TOKENS
     blocks = key[:, : full * BLOCK_TOKENS].view(kv_heads, full, BLOCK_TOKENS, dim)
     summaries = selector.summarise(blocks.permute(1, 2, 0, 3))

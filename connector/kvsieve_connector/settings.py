@@ -93,8 +93,7 @@ class ConnectorSettings(BaseModel):
     """Sparse mode of dense models: first blocks of a request that are always attended to."""
 
     selector: SelectorName | None = None
-    """Sparse mode of dense models: how blocks are picked. Default: "part-means" on a CPU, "mean-outlier" on a
-    GPU, whose kernels do not know the other."""
+    """Sparse mode of dense models: how blocks are picked. Default: "part-means"."""
 
     dense_layers: int = Field(default=0, ge=0)
     """Sparse mode of dense models on CPUs: first layers that attend to all."""
@@ -103,9 +102,9 @@ class ConnectorSettings(BaseModel):
     """Sparse mode of dense models on GPUs: tokens of all requests that summaries have room for, in GPU memory
     beside the pool. Default: what max_num_seqs requests of max_model_len have, at most 1,048,576."""
 
-    exact_in_pool: bool = True
-    """Sparse mode of dense models on GPUs: requests attend to all while all of their blocks are in the pool.
-    False: those that are host-backed pick from the start: faster, and the same at any load."""
+    exact_in_pool: bool = False
+    """Sparse mode of dense models on GPUs: requests attend to all while all of their blocks are in the pool,
+    which depends on what else runs. False: those that are host-backed pick from the start."""
 
     @field_validator(
         "connect_timeout_ms",

@@ -175,7 +175,8 @@ def test_more_requests_than_the_pool_could_hold(sparse: Any, big_store: StorePro
     """Eight contexts of 4,000 tokens in a pool for three, by vLLM's own count of blocks."""
     prompts = [{"prompt_token_ids": tokens(4000, 50 + seed)} for seed in range(8)]
     blocks = 750
-    with sparse("full-graphs", big_store, FEW, num_gpu_blocks_override=blocks, block_size=16) as llm:
+    own = {**FEW, "hot_rows": 840}
+    with sparse("full-graphs", big_store, own, num_gpu_blocks_override=blocks, block_size=16) as llm:
         scheduler = scheduler_of(llm)
         stock, most = scheduler.schedule, 0
 

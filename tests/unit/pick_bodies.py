@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvsieve_connector.dense.selectors import make_selector
-from kvsieve_connector.kernels.block_tables import COUNTERS, BlockTables, LayerBlocks, Picks, width_of
+from kvsieve_connector.kernels.block_tables import COUNTERS, BlockTables, LayerBlocks, Picks, vectors_of
 from kvsieve_connector.kernels.summarise import KeySources
 
 
@@ -35,7 +35,7 @@ class Shape:
     dim: int = 64
     tokens: int = 16
     layers: int = 2
-    selector: str = "mean-outlier"
+    selector: str = "part-means"
     budget: int = 8
     first: int = 1
     window: int = 2
@@ -60,6 +60,15 @@ SHAPES = {
     "eight query heads": Shape(group=8, dim=128),
     "quest": Shape(selector="quest-bounds"),
     "mean": Shape(selector="mean-key"),
+    "outlier": Shape(selector="mean-outlier"),
+    "outlier, blocks of 48": Shape(selector="mean-outlier", tokens=48, lengths=(5000, 900)),
+    "blocks of 32": Shape(tokens=32, lengths=(3000, 900), dim=128),
+    "heads of 80": Shape(dim=80),
+    "heads of 256": Shape(dim=256, group=2, lengths=(2000, 500)),
+    "quest, twelve query heads": Shape(selector="quest-bounds", group=12, dim=96),
+    "mean, heads of 32": Shape(selector="mean-key", dim=32, heads=4),
+    "seventeen query heads": Shape(group=17),
+    "many rows": Shape(lengths=tuple(range(60, 900, 40)), heads=4),
     "float16": Shape(dtype=torch.float16),
     "no budget": Shape(budget=0),
     "no first": Shape(first=0),
@@ -132,7 +141,7 @@ class Scene:
                     at.append(pages[whole])
             self.known.append(known)
             first += self.blocks[request]
-        width = width_of(s.selector, s.dim)
+        width = vectors_of(s.selector, s.tokens) * s.dim
         self.summaries = torch.zeros((s.layers, s.heads, self.pages, width), dtype=s.dtype, device=device)
 
         def on_device(values: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -172,7 +181,7 @@ class Scene:
 
     def check_summaries(self) -> None:
         s = self.shape
-        selector = make_selector(s.selector, s.dim)
+        selector = make_selector(s.selector, s.dim, s.tokens)
         page = self.tables.page.cpu()
         first = 0
         for request in range(len(s.lengths)):
@@ -273,7 +282,7 @@ class Scene:
         own = query[request, head * s.group : (head + 1) * s.group].cpu().unsqueeze(0)
         summaries = self.summaries[layer, head].cpu()[page.clamp(min=0)].unsqueeze(1)
         known = torch.tensor(self.known[request][:full])
-        selector = make_selector(s.selector, s.dim, s.picks.scale)
+        selector = make_selector(s.selector, s.dim, s.tokens, s.picks.scale)
         scores = torch.full((full,), -torch.inf)
         scores[known] = selector.score(own, summaries[known])[:, 0]
         candidates = scores[s.first : full - s.window]

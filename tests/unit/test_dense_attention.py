@@ -151,7 +151,7 @@ class Scene:
         self.arena = self.pool.transpose(0, 1).reshape(blocks, LAYERS * page).clone()
         views = [self.pool[layer].view(blocks, page).view(torch.uint8) for layer in range(LAYERS)]
         layers = [LayerPages(str(i), view, i * page * 4, 0, 1, True) for i, view in enumerate(views)]
-        selector = make_selector(SELECTOR, DIM, SCALE)
+        selector = make_selector(SELECTOR, DIM, BLOCK, SCALE)
         order = key_order(ISA, DTYPE, BLOCK, DIM)
         names = [layer.name for layer in layers]
         self.runtime = DenseRuntime(plan, names, Pages(layers, self.heads), selector, order, self.pool[0])
@@ -200,7 +200,7 @@ class Scene:
         return torch.cat(outputs).float()
 
     def _picked(self, layer: int, query: torch.Tensor, keys: torch.Tensor, full: int) -> torch.Tensor:
-        selector = make_selector(SELECTOR, DIM, SCALE)
+        selector = make_selector(SELECTOR, DIM, BLOCK, SCALE)
         summaries = selector.summarise(keys[: full * BLOCK].view(full, BLOCK, self.heads, DIM))
         scores = selector.score(query.float(), summaries)
         plan = self.plan

@@ -34,7 +34,7 @@ def plan(**changes: Any) -> DensePlan:
         "budget_blocks": 2,
         "first_blocks": 1,
         "window_blocks": 1,
-        "selector": "mean-outlier",
+        "selector": "part-means",
         "dense_layers": 0,
         "max_blocks": BLOCKS,
         "max_num_seqs": 4,
@@ -93,7 +93,8 @@ def engine() -> Engine:
     return Engine()
 
 
-def test_a_request_that_has_lost_nothing_attends_to_all(engine: Engine) -> None:
+def test_a_request_that_has_lost_nothing_attends_to_all_where_it_is_told_to() -> None:
+    engine = Engine(exact_in_pool=True)
     engine.tables.begin("a", list(range(14, 20)))
     engine.tables.filled("a", 0, [block + 1 for block in range(9)])
     assert engine.runtime.begin([BatchRow("a", 150, 1)]) == 9
@@ -103,8 +104,7 @@ def test_a_request_that_has_lost_nothing_attends_to_all(engine: Engine) -> None:
             assert torch.equal(pieces, engine.arena[:10, layer, head])
 
 
-def test_it_picks_from_the_start_where_it_is_told_to() -> None:
-    engine = Engine(exact_in_pool=False)
+def test_it_picks_from_the_start(engine: Engine) -> None:
     engine.tables.begin("a", list(range(14, 20)))
     engine.tables.filled("a", 0, [block + 1 for block in range(9)])
     engine.runtime.begin([BatchRow("a", 150, 1)])
@@ -132,7 +132,7 @@ def test_blocks_of_the_store_get_their_summaries_from_there(engine: Engine) -> N
     engine.tables.begin("a", list(range(14, 20)))
     engine.lose("a", list(range(8)))
     assert engine.runtime.begin([BatchRow("a", 128, 3)]) == 8
-    selector = make_selector("mean-outlier", DIM)
+    selector = make_selector("part-means", DIM, TOKENS)
     page = engine.tables.blocks.page[1 if int(engine.tables.blocks.page[1, 0]) >= 0 else 0]
     for layer in range(LAYERS):
         summaries = engine.runtime.layers[f"layers.{layer}"].blocks.summaries

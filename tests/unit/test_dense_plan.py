@@ -78,9 +78,9 @@ def gpu(extra: dict[str, Any] | None = None, **changes: Any) -> Any:
 def test_on_a_gpu_a_request_has_a_hot_buffer() -> None:
     plan = DensePlan.of_config(gpu())
     assert plan.attended_blocks == 35
-    assert plan.hot_blocks == 53
+    assert plan.hot_blocks == 70
     assert DensePlan.of_config(gpu({"kvsieve.hot_rows": 35 * 32})).hot_blocks == 35
-    assert plan.table_slots(530, 1, 8) == 10
+    assert plan.table_slots(700, 1, 8) == 10
     assert plan.table_slots(100_000, 1, 8) >= 8
 
 
@@ -96,12 +96,11 @@ def test_on_a_gpu_summaries_bound_what_is_in_the_arena() -> None:
     [
         (gpu({"kvsieve.hot_rows": 1000}), "hot_rows: 1000 given, at least 1120"),
         (gpu({"kvsieve.dense_layers": 1}), "dense_layers"),
-        (gpu({"kvsieve.selector": "part-means"}), "part-means' runs on CPUs only; on a GPU there are quest"),
         (gpu({"kvsieve.prefetch": "none"}), "prefetch"),
         (engine({"kvsieve.hot_rows": 2000}), "hot_rows given, which means nothing on a CPU"),
         (engine({"kvsieve.host_tokens": 2000}), "host_tokens given, which means nothing on a CPU"),
     ],
-    ids=["few hot rows", "dense layers", "selector", "prefetch", "hot rows on a CPU", "host tokens on a CPU"],
+    ids=["few hot rows", "dense layers", "prefetch", "hot rows on a CPU", "host tokens on a CPU"],
 )
 def test_settings_that_do_not_fit_the_device(config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

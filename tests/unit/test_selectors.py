@@ -28,7 +28,7 @@ def exact_logits(query: Tensor, keys: Tensor) -> Tensor:
     return torch.einsum("hgd,nthd->nthg", query, keys) * query.shape[-1] ** -0.5
 
 
-shapes = {"seed": st.integers(0, 1000), "n": st.integers(1, 12), "tokens": st.integers(1, 9)}
+shapes = {"seed": st.integers(0, 1000), "n": st.integers(1, 12), "tokens": st.integers(1, 35)}
 
 
 # Scores
@@ -37,7 +37,7 @@ shapes = {"seed": st.integers(0, 1000), "n": st.integers(1, 12), "tokens": st.in
 @given(**shapes)
 def test_bounds_are_upper_bounds(seed: int, n: int, tokens: int) -> None:
     keys, query = some_keys(seed, n, tokens), some_query(seed)
-    selector = make_selector("quest-bounds", 8)
+    selector = make_selector("quest-bounds", 8, tokens)
     bounds = selector.logits(query, selector.summarise(keys))
     assert torch.all(bounds >= exact_logits(query, keys).amax(dim=1) - 1e-4)
 
@@ -50,17 +50,19 @@ def test_means_are_lower_bounds_of_the_mass_those_of_parts_closer_ones(
     mass = exact_logits(query, keys).logsumexp(dim=1) - math.log(tokens)
     mean, parts = (
         selector.logits(query, selector.summarise(keys))
-        for selector in (make_selector("mean-key", 8), make_selector("part-means", 8))
+        for selector in (make_selector(name, 8, tokens) for name in ("mean-key", "part-means"))
     )
     assert torch.all(mean <= parts + 1e-4)
     assert torch.all(parts <= mass + 1e-4)
 
 
-@given(seed=st.integers(0, 1000), n=st.integers(1, 12), repeated=st.integers(1, 4))
-def test_parts_are_exact_where_the_keys_of_each_are_alike(seed: int, n: int, repeated: int) -> None:
-    keys, query = some_keys(seed, n, 8).repeat_interleave(repeated, dim=1), some_query(seed)
-    selector = make_selector("part-means", 8)
-    mass = exact_logits(query, keys).logsumexp(dim=1) - math.log(8 * repeated)
+@given(seed=st.integers(0, 1000), n=st.integers(1, 12), tokens=st.sampled_from([4, 8, 16, 32, 48, 128]))
+def test_parts_are_exact_where_the_keys_of_each_are_alike(seed: int, n: int, tokens: int) -> None:
+    """A part: four tokens, and more where that were more than eight parts."""
+    alike = max(4, tokens // 8)
+    keys = some_keys(seed, n, tokens // alike).repeat_interleave(alike, dim=1)
+    query, selector = some_query(seed), make_selector("part-means", 8, tokens)
+    mass = exact_logits(query, keys).logsumexp(dim=1) - math.log(tokens)
     assert torch.allclose(selector.logits(query, selector.summarise(keys)), mass, atol=1e-4)
 
 
@@ -69,7 +71,7 @@ def test_one_key_that_stands_out_is_seen() -> None:
     keys = some_keys(0, 12, 32, heads=1) / 10
     keys[5, 17] = torch.tensor([9.0, 0, 0, 0, 0, 0, 0, -9])
     query = keys[5, 17].view(1, 1, 8)
-    selector = make_selector("mean-outlier", 8)
+    selector = make_selector("mean-outlier", 8, 32)
     assert selector.score(query, selector.summarise(keys)).argmax() == 5
 
 
@@ -77,7 +79,7 @@ def test_one_key_that_stands_out_is_seen() -> None:
 @given(seed=st.integers(0, 1000), n=st.integers(1, 12))
 def test_exact_when_blocks_hold_one_token(name: str, seed: int, n: int) -> None:
     keys, query = some_keys(seed, n, 1), some_query(seed)
-    selector = make_selector(name, 8)
+    selector = make_selector(name, 8, 1)
     summaries = selector.summarise(keys)
     assert summaries.shape == (n, 2, selector.width)
     exact = exact_logits(query, keys)[:, 0]
@@ -90,7 +92,7 @@ def test_exact_when_blocks_hold_one_token(name: str, seed: int, n: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_padding_and_extremes_make_no_nan(name: str, dtype: torch.dtype) -> None:
     keys = torch.cat([torch.zeros(3, 4, 2, 8), some_keys(0, 5, 4) * 100]).to(dtype)
-    selector = make_selector(name, 8)
+    selector = make_selector(name, 8, 4)
     scores = selector.score(some_query(0).to(dtype) * 100, selector.summarise(keys))
     assert scores.dtype == torch.float32
     assert scores.isfinite().all()
@@ -99,7 +101,7 @@ def test_padding_and_extremes_make_no_nan(name: str, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_blocks(name: str) -> None:
-    selector = make_selector(name, 8)
+    selector = make_selector(name, 8, 16)
     scores = selector.score(some_query(0), torch.empty(0, 2, selector.width))
     assert scores.shape == (0, 2)
     assert select(scores, 4, 1, 2).shape == (0, 2)
@@ -107,7 +109,7 @@ def test_no_blocks(name: str) -> None:
 
 def test_a_head_that_looks_elsewhere_adds_little() -> None:
     """The group's query heads vote with shares of their attention: large logits alone win nothing."""
-    selector = QuestBounds(2, scale=1.0)
+    selector = QuestBounds(2, 1, scale=1.0)
     keys = torch.tensor([[9.0, 0], [0, 1], [1, 0]]).view(3, 1, 1, 2)
     query = torch.tensor([[[9.0, 0], [0, 9.0]]])  # the first sees 81, 0, 9; the second 0, 9, 0
     scores = selector.score(query, selector.summarise(keys))[:, 0]
@@ -116,7 +118,7 @@ def test_a_head_that_looks_elsewhere_adds_little() -> None:
 
 def test_names() -> None:
     with pytest.raises(ValueError, match="did you mean 'quest-bounds'"):
-        make_selector("quest-bound", 8)
+        make_selector("quest-bound", 8, 16)
 
 
 # Selection

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from kvsieve_connector.dense.selectors import DEFAULT
-from kvsieve_connector.kernels.block_tables import SELECTORS
 from kvsieve_connector.settings import PREFIX, ConnectorSettings, parse_settings
 from kvsieve_connector.sparse.plan import LOADING, check_settings, extra_config
 
@@ -22,8 +21,6 @@ DSA_ONLY = ("prefetch", "sharded_fetch")
 
 GPU_ONLY = ("hot_rows", "host_tokens", "exact_in_pool")
 """Settings of a dense model that mean nothing on a CPU."""
-
-DEFAULT_SELECTORS = {"cpu": DEFAULT, "gpu": "mean-outlier"}
 
 HOST_TOKENS = 1 << 20
 """Tokens that summaries have room for at most, by default."""
@@ -52,7 +49,7 @@ class DensePlan:
     hot_blocks: int = 0
     host_tokens: int = 0
     in_flight_tokens: int = 0
-    exact_in_pool: bool = True
+    exact_in_pool: bool = False
 
     indexers = 0
 
@@ -98,7 +95,7 @@ class DensePlan:
             budget_blocks=-(-settings.budget_tokens // block),
             first_blocks=settings.first_blocks,
             window_blocks=settings.window_blocks,
-            selector=settings.selector or DEFAULT_SELECTORS[device],
+            selector=settings.selector or DEFAULT,
             dense_layers=settings.dense_layers,
             max_blocks=-(-max_len // block),
             max_num_seqs=max_num_seqs,
@@ -115,18 +112,13 @@ class DensePlan:
                 f"kvsieve: {PREFIX}dense_layers={settings.dense_layers} given; on a GPU sparse mode of dense "
                 "models picks in all layers: leave it out"
             )
-        if plan.selector not in SELECTORS:
-            raise ValueError(
-                f"kvsieve: {PREFIX}selector={plan.selector!r} runs on CPUs only; on a GPU there are "
-                f"{', '.join(SELECTORS)}"
-            )
         least = plan.attended_blocks * block
-        rows = settings.hot_rows if settings.hot_rows is not None else least + least // 2
+        rows = settings.hot_rows if settings.hot_rows is not None else 2 * least
         if rows < least:
             raise ValueError(
                 f"{PREFIX}hot_rows: {rows} given, at least {least} are needed: the budget, "
                 f"{PREFIX}first_blocks and {PREFIX}window_blocks in blocks of {block} tokens; without the "
-                f"setting it is {least + least // 2}"
+                f"setting it is {2 * least}"
             )
         tokens = settings.host_tokens
         return replace(

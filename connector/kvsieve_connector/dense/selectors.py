@@ -16,23 +16,24 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from kvsieve_connector.kernels.block_tables import vectors_of
+
 
 class Selector(ABC):
-    """dim: of a head. scale: of the attention's logits; None: dim ** -0.5."""
+    """dim: of a head. block_tokens: of a block. scale: of the attention's logits; None: dim ** -0.5."""
 
     name: str
-    parts: int
-    """Summary vectors of `dim` floats per block and KV head."""
 
-    def __init__(self, dim: int, scale: float | None = None):
+    def __init__(self, dim: int, block_tokens: int, scale: float | None = None):
         self.scale = dim**-0.5 if scale is None else scale
-        self.width = self.parts * dim
+        self.vectors = vectors_of(self.name, block_tokens)
+        self.width = self.vectors * dim
         """Floats of a summary, per block and KV head."""
 
     @abstractmethod
     def summarise(self, keys: Tensor) -> Tensor:
-        """keys: [n, tokens, heads, dim], of full blocks, as attention reads them. Returns [n, heads, width]
-        float32; a narrower copy of it may be kept."""
+        """keys: [n, block_tokens, heads, dim], of full blocks, as attention reads them. Returns
+        [n, heads, width] float32; a narrower copy of it may be kept."""
 
     @abstractmethod
     def logits(self, query: Tensor, summaries: Tensor) -> Tensor:
@@ -51,7 +52,6 @@ class QuestBounds(Selector):
     """Least and greatest of each channel: an upper bound of every logit in the block (Quest, 2406.10774)."""
 
     name = "quest-bounds"
-    parts = 2
 
     def summarise(self, keys: Tensor) -> Tensor:
         return torch.cat(keys.float().aminmax(dim=1), dim=-1)
@@ -65,7 +65,6 @@ class MeanKey(Selector):
     """The mean key: a lower bound of the logarithm of the block's mean weight (Jensen)."""
 
     name = "mean-key"
-    parts = 1
 
     def summarise(self, keys: Tensor) -> Tensor:
         return keys.float().mean(dim=1)
@@ -82,7 +81,6 @@ class MeanOutlier(Selector):
     """
 
     name = "mean-outlier"
-    parts = 2
 
     MEAN_WEIGHT = 64
     """About a block's tokens. From 16 to 256 it makes next to no difference, for blocks of 16 to 128."""
@@ -104,27 +102,27 @@ class MeanOutlier(Selector):
 
 
 class PartMeans(Selector):
-    """The mean keys of PARTS runs of neighbouring tokens, as long as each other.
+    """The mean keys of runs of neighbouring tokens, as long as each other: of four tokens, of more where that
+    were more than eight runs.
 
     The block's logit is that of its mean weight if all keys of a part were its mean: a lower bound, and one
     that is closer than the mean key's.
     """
 
     name = "part-means"
-    parts = 8
 
     def summarise(self, keys: Tensor) -> Tensor:
         n, tokens, heads, dim = keys.shape
         keys = keys.float()
-        if tokens % self.parts:  # parts that end inside a token
-            keys = keys.repeat_interleave(self.parts, dim=1)
-        parts = keys.reshape(n, self.parts, -1, heads, dim).mean(dim=2)
+        if tokens % self.vectors:  # parts that end inside a token
+            keys = keys.repeat_interleave(self.vectors, dim=1)
+        parts = keys.reshape(n, self.vectors, -1, heads, dim).mean(dim=2)
         return parts.transpose(1, 2).reshape(n, heads, self.width)
 
     def logits(self, query: Tensor, summaries: Tensor) -> Tensor:
         scaled = query.float() * self.scale
-        logits = [_dot(scaled, part) for part in summaries.float().chunk(self.parts, dim=-1)]
-        return torch.stack(logits).logsumexp(dim=0) - math.log(self.parts)
+        logits = [_dot(scaled, part) for part in summaries.float().chunk(self.vectors, dim=-1)]
+        return torch.stack(logits).logsumexp(dim=0) - math.log(self.vectors)
 
 
 def _dot(features: Tensor, summaries: Tensor) -> Tensor:
@@ -140,13 +138,14 @@ SELECTORS: dict[str, type[Selector]] = {
 DEFAULT = PartMeans.name
 
 
-def make_selector(name: str, dim: int, scale: float | None = None) -> Selector:
-    """The selector of that name, a key of SELECTORS. Raises ValueError for another."""
+def make_selector(name: str, dim: int, block_tokens: int, scale: float | None = None) -> Selector:
+    """The selector of that name, a key of SELECTORS, for blocks of that size. Raises ValueError for a
+    name of none."""
     if name not in SELECTORS:
         near = difflib.get_close_matches(name, SELECTORS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(SELECTORS)}"
         raise ValueError(f"no selector {name!r}; {hint}")
-    return SELECTORS[name](dim, scale)
+    return SELECTORS[name](dim, block_tokens, scale)
 
 
 def share(scores: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class DenseWorkerHalf(HostWorkerHalf):
         attention = self._vllm_config.compilation_config.static_forward_context[layers[0].name]
         like = kv_caches[layers[0].name]
         dim = like.shape[3] // 2
-        selector = make_selector(plan.selector, dim, attention.impl.scale)
+        selector = make_selector(plan.selector, dim, plan.block_tokens, attention.impl.scale)
         order = key_order(attention.isa, like.dtype, plan.block_tokens, dim)
         names = [layer.name for layer in layers]
         self._runtime = DenseRuntime(plan, names, Pages(layers, like.shape[1]), selector, order, like)

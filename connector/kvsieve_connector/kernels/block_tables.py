@@ -18,7 +18,7 @@ COUNTERS = ("asked_pieces", "pool_pieces", "hot_pieces", "arena_pieces")
 """Sums that pick_blocks adds to: pieces of full blocks that were listed; of these, read where they lie in
 vLLM's pool; found in the hot buffer; fetched from the arena."""
 
-SELECTORS = {"quest-bounds": 0, "mean-key": 1, "mean-outlier": 2}
+SELECTORS = {"quest-bounds": 0, "mean-key": 1, "mean-outlier": 2, "part-means": 3}
 """The kernels' numbers of dense/selectors.py's selectors."""
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
@@ -94,9 +94,14 @@ class LayerBlocks:
         return self.cache.stride(0) // (self.cache.shape[2] * self.cache.shape[3])
 
 
-def width_of(selector: str, dim: int) -> int:
-    """Numbers of a summary."""
-    return dim if selector == "mean-key" else 2 * dim
+PART_TOKENS, MOST_PARTS = 4, 8
+
+
+def vectors_of(selector: str, block_tokens: int) -> int:
+    """Vectors of a summary, each as long as a head has channels."""
+    if selector == "part-means":
+        return max(1, min(block_tokens // PART_TOKENS, MOST_PARTS))
+    return 1 if selector == "mean-key" else 2
 
 
 _checked: WeakKeyDictionary[LayerBlocks, tuple[int, str]] = WeakKeyDictionary()
@@ -131,7 +136,7 @@ def check_layer(layer: LayerBlocks, tables: BlockTables, selector: str) -> None:
     require_tensor("address", tables.address, torch.int64, (slots, blocks))
     require_tensor("hot_blocks", tables.hot_blocks, torch.int32, (slots, None))
     hot = tables.hot_blocks.shape[1]
-    width = width_of(selector, columns // 2)
+    width = vectors_of(selector, tokens) * columns // 2
     require_tensor("summaries", layer.summaries, cache.dtype, (heads, None, width))
     require_tensor("tag", layer.tag, torch.int32, (slots, heads, hot))
     require_tensor("stamp", layer.stamp, torch.int32, (slots, heads, hot))

@@ -7,18 +7,20 @@
 //   3. It looks them up: in the pool; in a hot slot; else a miss, which takes the hot slot that was used longest ago.
 //   4. All blocks of the cluster copy the misses from the host.
 //
-// HEADS, GROUP, DIM, BLOCK_TOKENS, PIECE_BYTES; SELECTOR: 0 quest-bounds, 1 mean-key, 2 mean-outlier; FP16, else bf16;
-// FIRST, BUDGET, WINDOW, HOT, MAX_BLOCKS; CTAS, THREADS, LANES: of a warp that share a block.
+// HEADS, GROUP, DIM, BLOCK_TOKENS, PIECE_BYTES; SELECTOR: 0 quest-bounds, 1 mean-key, 2 mean-outlier, 3 part-means; VECTORS
+// of a summary: 1, 2, 4, 8; FP16, else bf16; FIRST, BUDGET, WINDOW, HOT, MAX_BLOCKS; CTAS, THREADS; RESIDENT:
+// thread blocks of a multiprocessor.
 
 constexpr int LISTED = FIRST + BUDGET + WINDOW;               // full blocks of a list at most
 constexpr int WARPS = THREADS / 32;
 constexpr int SHARE = (MAX_BLOCKS + CTAS - 1) / CTAS;         // of which one block scores
-constexpr int CHANNELS = DIM / LANES;                         // of a lane
-constexpr int AT_ONCE = 32 / LANES;                           // blocks that a warp scores at once
-constexpr int WIDTH = SELECTOR == 1 ? DIM : 2 * DIM;          // of a summary
+constexpr int TILE = 16;                                      // vectors that a warp multiplies at once
+constexpr int TILE_BLOCKS = TILE / VECTORS;
+constexpr int STEPS = (DIM + 31) / 32;                        // of 32 channels
+constexpr int DEPTH = STEPS < 8 ? 8 / STEPS : 1;              // tiles that are loaded ahead
+constexpr int WIDTH = VECTORS * DIM;                          // of a summary
 constexpr int UNITS = PIECE_BYTES / 16;
 constexpr int UNROLL = 4;                                     // loads in flight of a thread
-constexpr int DEPTH = CHANNELS < 32 ? 32 / CHANNELS : 1;      // blocks whose summaries a lane loads ahead
 constexpr float MEAN_WEIGHT = 64.f;                           // selectors.MeanOutlier.MEAN_WEIGHT
 constexpr unsigned ALL = 0xffffffffu;
 constexpr int IN_POOL = -2, MISSING = -1;                     // of where[]
@@ -38,14 +40,21 @@ __device__ __forceinline__ Vec load_host(const char* p) {
   return v;
 }
 
-__device__ __forceinline__ float number(unsigned bits) {      // the lower 16 bits
+// c += a * b: 16 vectors by 16 channels, times 16 channels by 8 query heads. Each lane has four vectors' pairs of channels, two
+// heads' pairs, and of the result two heads of two vectors (PTX ISA, mma.m16n8k16).
+__device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
 #if FP16
-  float f;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)bits));
-  return f;
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
 #else
-  return __uint_as_float(bits << 16);
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
 #endif
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Both halves of a pair, where they are negative, or where they are not; else 0.
+__device__ __forceinline__ unsigned where_sign(unsigned pair, bool negative) {
+  const unsigned mask = (pair >> 15 & 0x10001u) * 0xffffu;
+  return pair & (negative ? mask : ~mask);
 }
 
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
@@ -73,9 +82,18 @@ __device__ __forceinline__ u64 load_remote64(unsigned from) {
   return v;
 }
 
-__device__ __forceinline__ float log_add(float a, float b) {
-  const float high = fmaxf(a, b), low = fminf(a, b);
-  return high == -INFINITY ? high : high + __logf(1.f + __expf(low - high));
+// The logit of a block from the products of its vectors with a query, of which each lane has one. The others are those of the
+// rows beside it, four lanes apart. All of them get it.
+__device__ __forceinline__ float block_logit(float mine, int row) {
+  if (SELECTOR == 1) return mine;
+  if (SELECTOR == 2) mine += row % 2 ? -__logf(1.f + MEAN_WEIGHT) : __logf(MEAN_WEIGHT / (1.f + MEAN_WEIGHT));
+  float high = mine;
+#pragma unroll
+  for (int step = 4; step < VECTORS * 4; step *= 2) high = fmaxf(high, __shfl_xor_sync(ALL, high, step));
+  float sum = SELECTOR == 0 ? mine : __expf(mine - high);
+#pragma unroll
+  for (int step = 4; step < VECTORS * 4; step *= 2) sum += __shfl_xor_sync(ALL, sum, step);
+  return SELECTOR == 0 ? sum : high + __logf(SELECTOR == 2 ? sum : sum / VECTORS);
 }
 
 // Sums over the block, exclusive, of one number a thread. `room`: WARPS + 1 words; the last is the total afterwards.
@@ -112,7 +130,7 @@ struct Shared {                                               // dynamic
   float logits[SHARE * GROUP];
 };
 
-extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 3)
+extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, RESIDENT)
 pick_blocks(const u16* __restrict__ query, long long query_stride,   // [R, HEADS * GROUP, DIM]
             const int* __restrict__ lengths,                         // [R]
             const int* __restrict__ block_table, int table_stride,   // [R, table_stride]
@@ -169,73 +187,65 @@ pick_blocks(const u16* __restrict__ query, long long query_stride,   // [R, HEAD
   // 1. Score.
   if (full > LISTED) {
     const int share = (full + CTAS - 1) / CTAS, start = min(rank * share, full), end = min(start + share, full);
-    const int part = lane % LANES;
+    const int row8 = lane / 4, column = lane % 4 * 8;         // of a tile's vectors, two: row8 and row8 + 8
     for (int i = start + tid; i < end; i += THREADS) s.page[i - start] = page[i];
-    float q[GROUP][CHANNELS];
-#pragma unroll
-    for (int g = 0; g < GROUP; ++g)
-#pragma unroll
-      for (int v = 0; v < CHANNELS / 8; ++v) {
-        const Vec four = reinterpret_cast<const Vec*>(query + g * DIM + part * CHANNELS)[v];
-        const unsigned pairs[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int c = 0; c < 8; ++c) q[g][v * 8 + c] = number(c % 2 ? pairs[c / 2] >> 16 : pairs[c / 2]) * scale;
-      }
-    summaries += (long long)head * pages * WIDTH + part * CHANNELS;
     __syncthreads();
-    for (int base = start + warp * AT_ONCE * DEPTH; base < end; base += WARPS * AT_ONCE * DEPTH) {
-      Vec a[DEPTH][CHANNELS / 8], b[DEPTH][CHANNELS / 8];
-      bool known[DEPTH];
+    summaries += (long long)head * pages * WIDTH;
+#pragma unroll 1
+    for (int g0 = 0; g0 < GROUP; g0 += 8) {
+      // Both operands have their channels in the same other order, in which a lane loads eight that are neighbours.
+      Vec q[STEPS];
 #pragma unroll
-      for (int d = 0; d < DEPTH; ++d) {
-        const int block = base + d * AT_ONCE + lane / LANES;
-        const int where = block < end ? s.page[block - start] : -1;
-        known[d] = where >= 0;
-        const u16* from = summaries + (long long)max(where, 0) * WIDTH;
-#pragma unroll
-        for (int v = 0; v < CHANNELS / 8; ++v) {
-          a[d][v] = known[d] ? reinterpret_cast<const Vec*>(from)[v] : Vec{0, 0, 0, 0};
-          if (WIDTH > DIM) b[d][v] = known[d] ? reinterpret_cast<const Vec*>(from + DIM)[v] : Vec{0, 0, 0, 0};
-        }
+      for (int step = 0; step < STEPS; ++step) {
+        const int channel = step * 32 + column;
+        q[step] = g0 + row8 < GROUP && channel < DIM ? *reinterpret_cast<const Vec*>(query + (g0 + row8) * DIM + channel) : Vec{0, 0, 0, 0};
       }
+      for (int base = start + warp * TILE_BLOCKS * DEPTH; base < end; base += WARPS * TILE_BLOCKS * DEPTH) {
+        Vec v[DEPTH][2][STEPS];
+        bool known[DEPTH][2];
 #pragma unroll
-      for (int d = 0; d < DEPTH; ++d) {
-        const int block = base + d * AT_ONCE + lane / LANES;
-        float first[GROUP], second[GROUP];
+        for (int d = 0; d < DEPTH; ++d)
 #pragma unroll
-        for (int g = 0; g < GROUP; ++g) first[g] = second[g] = 0.f;
+          for (int half = 0; half < 2; ++half) {
+            const int vector = half * 8 + row8, block = base + d * TILE_BLOCKS + vector / VECTORS;
+            const int where = block < end ? s.page[block - start] : -1;
+            known[d][half] = where >= 0;
+            const u16* from = summaries + (long long)max(where, 0) * WIDTH + vector % VECTORS * DIM + column;
 #pragma unroll
-        for (int v = 0; v < CHANNELS / 8; ++v) {
-          const unsigned as[4] = {a[d][v].x, a[d][v].y, a[d][v].z, a[d][v].w};
-          const unsigned bs[4] = {b[d][v].x, b[d][v].y, b[d][v].z, b[d][v].w};
+            for (int step = 0; step < STEPS; ++step)
+              v[d][half][step] = known[d][half] && step * 32 + column < DIM ? *reinterpret_cast<const Vec*>(from + step * 32) : Vec{0, 0, 0, 0};
+          }
 #pragma unroll
-          for (int c = 0; c < 8; ++c) {
-            const float low = number(c % 2 ? as[c / 2] >> 16 : as[c / 2]);
-            const float high = WIDTH > DIM ? number(c % 2 ? bs[c / 2] >> 16 : bs[c / 2]) : 0.f;
+        for (int d = 0; d < DEPTH; ++d) {
+          float c[4] = {0.f, 0.f, 0.f, 0.f};
+          if (SELECTOR == 0) {                                // the lower bounds, even rows, by what is negative, the upper by the rest
+            float upper[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-            for (int g = 0; g < GROUP; ++g) {
-              const float x = q[g][v * 8 + c];
-              if (SELECTOR == 0) first[g] += x < 0.f ? x * low : x * high;
-              else first[g] += x * low;
-              if (SELECTOR == 2) second[g] += x * high;
+            for (int step = 0; step < STEPS; ++step) {
+              const Vec a = v[d][0][step], b = v[d][1][step], x = q[step];
+              multiply(c, a.x, b.x, a.y, b.y, where_sign(x.x, true), where_sign(x.y, true));
+              multiply(c, a.z, b.z, a.w, b.w, where_sign(x.z, true), where_sign(x.w, true));
+              multiply(upper, a.x, b.x, a.y, b.y, where_sign(x.x, false), where_sign(x.y, false));
+              multiply(upper, a.z, b.z, a.w, b.w, where_sign(x.z, false), where_sign(x.w, false));
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) if (row8 % 2) c[i] = upper[i];
+          } else {
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+              const Vec a = v[d][0][step], b = v[d][1][step], x = q[step];
+              multiply(c, a.x, b.x, a.y, b.y, x.x, x.y);
+              multiply(c, a.z, b.z, a.w, b.w, x.z, x.w);
             }
           }
-        }
 #pragma unroll
-        for (int g = 0; g < GROUP; ++g)
+          for (int half = 0; half < 2; ++half)
 #pragma unroll
-          for (int step = 1; step < LANES; step *= 2) {
-            first[g] += __shfl_xor_sync(ALL, first[g], step);
-            if (SELECTOR == 2) second[g] += __shfl_xor_sync(ALL, second[g], step);
-          }
-#pragma unroll
-        for (int g0 = 0; g0 < GROUP; g0 += LANES) {           // lane `part` finishes one head of the group
-          float mine = 0.f, other = 0.f;
-#pragma unroll
-          for (int g = g0; g < min(g0 + LANES, GROUP); ++g)
-            if (part == g - g0) { mine = first[g]; other = second[g]; }
-          if (SELECTOR == 2) mine = log_add(mine + __logf(MEAN_WEIGHT), other) - __logf(1.f + MEAN_WEIGHT);
-          if (part < GROUP - g0 && block < end) s.logits[(block - start) * GROUP + g0 + part] = known[d] ? mine : -INFINITY;
+            for (int i = 0; i < 2; ++i) {
+              const float logit = block_logit(c[half * 2 + i] * scale, row8);
+              const int vector = half * 8 + row8, block = base + d * TILE_BLOCKS + vector / VECTORS, g = g0 + lane % 4 * 2 + i;
+              if (vector % VECTORS == 0 && g < GROUP && block < end) s.logits[(block - start) * GROUP + g] = known[d][half] ? logit : -INFINITY;
+            }
         }
       }
     }

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from .block_tables import DTYPES, SELECTORS, BlockTables, LayerBlocks, Picks, check_pick
+from .block_tables import DTYPES, SELECTORS, BlockTables, LayerBlocks, Picks, check_pick, vectors_of
 from .compile import launch, load
 from .tables import require
 
 __all__ = ["BlockTables", "LayerBlocks", "Picks", "pick_blocks", "prepare"]
 
-CTAS, THREADS = 8, 256
-"""Blocks per batch row and KV head (a cluster), and their threads."""
+CLUSTERS = (8, 4, 2, 1)
+"""Thread blocks per batch row and KV head (a cluster): the most of these with which all run at once."""
+
+THREADS, RESIDENT = 256, 2
+"""Of a thread block, and thread blocks that a multiprocessor takes at once."""
 
 MAX_SHARED = 227 * 1024
 """Shared memory that a thread block can have on Hopper."""
@@ -55,7 +60,9 @@ def pick_blocks(
     rows, heads = query.shape[0], layer.cache.shape[1]
     if rows == 0:
         return
-    function, shared = prepare(layer, tables, picks, query.shape[1] // heads)
+    variants = prepare(layer, tables, picks, query.shape[1] // heads)
+    processors = torch.cuda.get_device_properties(layer.cache.device).multi_processor_count
+    variant = choose(variants, rows * heads, processors)
     args = (
         query,
         np.int64(query.stride(0)),
@@ -82,58 +89,85 @@ def pick_blocks(
         np.float32(picks.scale),
         np.int32(write_whole),
     )
-    launch(function, (rows * heads * CTAS,), THREADS, args, shared)
+    launch(variant.function, (rows * heads * variant.ctas,), THREADS, args, variant.shared)
 
 
-def prepare(layer: LayerBlocks, tables: BlockTables, picks: Picks, group: int) -> tuple[Any, int]:
-    """The kernel for these shapes, compiled, and the shared memory that it takes. Raises ValueError where
-    that is too much: too many blocks of a request, or query heads of a KV head."""
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The kernel with so many thread blocks (ctas) a row and head, each of which takes so many bytes of
+    shared memory."""
+
+    ctas: int
+    shared: int
+    function: Any
+
+
+def choose(variants: Sequence[Variant], clusters: int, processors: int) -> Variant:
+    """Of variants, most thread blocks first, the first one with which all of them run at once; when there is
+    none, the last of those of which a multiprocessor takes most."""
+
+    def resident(variant: Variant) -> int:
+        return min(RESIDENT, MAX_SHARED // variant.shared)
+
+    for variant in variants:
+        if clusters * variant.ctas <= resident(variant) * processors:
+            return variant
+    return max(reversed(variants), key=resident)
+
+
+def prepare(layer: LayerBlocks, tables: BlockTables, picks: Picks, group: int) -> tuple[Variant, ...]:
+    """The kernel for these shapes, compiled, most thread blocks first. Raises ValueError where it takes too
+    much shared memory: too many blocks of a request, or query heads of a KV head."""
     _, heads, tokens, columns = layer.cache.shape
     blocks, hot = tables.page.shape[1], tables.hot_blocks.shape[1]
-    shared = _shared_bytes(picks, blocks, hot, group)
+    least = _shared_bytes(picks, blocks, hot, group, CLUSTERS[0])
     require(
-        shared <= MAX_SHARED,
-        f"{blocks} blocks a request with {group} query heads a KV head take {shared} bytes of shared memory, "
+        least <= MAX_SHARED,
+        f"{blocks} blocks a request with {group} query heads a KV head take {least} bytes of shared memory, "
         f"of {MAX_SHARED}; larger blocks are fewer",
     )
-    function = _load(
-        HEADS=heads,
-        GROUP=group,
-        DIM=columns // 2,
-        BLOCK_TOKENS=tokens,
-        PIECE_BYTES=layer.piece_bytes,
-        SELECTOR=SELECTORS[picks.selector],
-        FP16=DTYPES[layer.cache.dtype],
-        FIRST=picks.first,
-        BUDGET=picks.budget,
-        WINDOW=picks.window,
-        HOT=hot,
-        MAX_BLOCKS=blocks,
-        CTAS=CTAS,
-        THREADS=THREADS,
-        LANES=_lanes(group, columns // 2),
+    constants = {
+        "HEADS": heads,
+        "GROUP": group,
+        "DIM": columns // 2,
+        "BLOCK_TOKENS": tokens,
+        "PIECE_BYTES": layer.piece_bytes,
+        "SELECTOR": SELECTORS[picks.selector],
+        "VECTORS": vectors_of(picks.selector, tokens),
+        "FP16": DTYPES[layer.cache.dtype],
+        "FIRST": picks.first,
+        "BUDGET": picks.budget,
+        "WINDOW": picks.window,
+        "HOT": hot,
+        "MAX_BLOCKS": blocks,
+        "THREADS": THREADS,
+        "RESIDENT": RESIDENT,
+    }
+    return _variants(
+        tuple(constants.items()),
+        tuple(
+            (ctas, shared)
+            for ctas in CLUSTERS
+            if (shared := _shared_bytes(picks, blocks, hot, group, ctas)) <= MAX_SHARED
+        ),
     )
-    return function, shared
 
 
-def _lanes(group: int, dim: int) -> int:
-    """Lanes that share a block: a lane's part of the query is about 32 numbers, in whole 16-byte loads."""
-    lanes = 1
-    while lanes < 32 and group * dim > 32 * lanes and dim % (16 * lanes) == 0:
-        lanes *= 2
-    return lanes
-
-
-def _shared_bytes(picks: Picks, blocks: int, hot: int, group: int) -> int:
+def _shared_bytes(picks: Picks, blocks: int, hot: int, group: int, ctas: int) -> int:
     """As the kernel's struct Shared has it, and room for its padding."""
-    share = -(-blocks // CTAS)
+    share = -(-blocks // ctas)
     words = 3 * group + 4 * picks.listed + 1 + 4 * hot + 256 + THREADS // 32 + 1 + 6 + blocks
     words += share * (group + 1)
     return 16 * picks.listed + 4 * words + 64
 
 
 @cache
-def _load(**constants: int) -> Any:
-    function = load("pick_blocks", **constants)
-    function.max_dynamic_shared_size_bytes = MAX_SHARED
-    return function
+def _variants(
+    constants: tuple[tuple[str, int], ...], sizes: tuple[tuple[int, int], ...]
+) -> tuple[Variant, ...]:
+    found = []
+    for ctas, shared in sizes:
+        function = load("pick_blocks", CTAS=ctas, **dict(constants))
+        function.max_dynamic_shared_size_bytes = shared
+        found.append(Variant(ctas, shared, function))
+    return tuple(found)

@@ -1,7 +1,8 @@
 // Summaries of blocks' keys, of all layers. Grid (blocks, layers, KV heads). DIM, BLOCK_TOKENS, PIECE_BYTES; THREADS;
-// SELECTOR: 0 quest-bounds, 1 mean-key, 2 mean-outlier; FP16, else bf16. dense/selectors.py is the semantics.
+// SELECTOR: 0 quest-bounds, 1 mean-key, 2 mean-outlier, 3 part-means; VECTORS of a summary; FP16, else bf16.
+// dense/selectors.py is the semantics.
 
-constexpr int WIDTH = SELECTOR == 1 ? DIM : 2 * DIM;
+constexpr int WIDTH = VECTORS * DIM;
 constexpr int ROW = DIM * 2, UNITS = ROW / 16;                // bytes of a token's key, and loads
 constexpr int WARPS = THREADS / 32;
 constexpr unsigned ALL = 0xffffffffu;
@@ -57,6 +58,15 @@ summarise(const long long* __restrict__ source,    // [n] address of the block's
     reinterpret_cast<Vec*>(keys)[i] = load(from + (i / UNITS) * (PIECE_BYTES / BLOCK_TOKENS) + i % UNITS * 16);
   __syncthreads();
   u16* to = summaries + (((long long)layer * gridDim.z + head) * pages + page[block]) * WIDTH;
+  if (SELECTOR == 3) {
+    for (int i = tid; i < WIDTH; i += THREADS) {
+      constexpr int TOKENS = BLOCK_TOKENS / VECTORS;          // of a part
+      float sum = 0.f;
+      for (int t = 0; t < TOKENS; ++t) sum += number(keys[i / DIM * TOKENS + t][i % DIM]);
+      to[i] = rounded(sum / TOKENS);
+    }
+    return;
+  }
   for (int d = tid; d < DIM; d += THREADS) {
     float sum = 0.f, low = INFINITY, high = -INFINITY;
     for (int t = 0; t < BLOCK_TOKENS; ++t) {

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .block_tables import DTYPES, SELECTORS, width_of
+from .block_tables import DTYPES, SELECTORS, vectors_of
 from .compile import launch, load
 from .tables import require, require_device, require_tensor
 
@@ -63,6 +63,7 @@ def prepare(like: torch.Tensor, selector: str) -> Any:
         PIECE_BYTES=tokens * columns * like.element_size(),
         THREADS=THREADS,
         SELECTOR=SELECTORS[selector],
+        VECTORS=vectors_of(selector, tokens),
         FP16=DTYPES[like.dtype],
     )
 
@@ -90,7 +91,9 @@ def check_summarise(
     require_tensor("offsets", sources.offsets, torch.int64, (layers,))
     require_tensor("source", source, torch.int64, (None,))
     require_tensor("page", page, torch.int32, (source.shape[0],))
-    width = width_of(selector, columns // 2)
+    vectors = vectors_of(selector, tokens)
+    require(tokens % vectors == 0, f"blocks of {tokens} tokens do not divide into {vectors} parts")
+    width = vectors * columns // 2
     require_tensor("summaries", summaries, like.dtype, (layers, heads, None, width))
     require_device(
         like.device, pool=sources.pool, offsets=sources.offsets, source=source, page=page, summaries=summaries

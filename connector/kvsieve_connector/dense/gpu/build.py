@@ -10,7 +10,7 @@ from kvsieve_connector.dense.gpu.runtime import DenseGpuRuntime
 from kvsieve_connector.dense.gpu.tables import DenseSizes, DenseTables
 from kvsieve_connector.dense.plan import DensePlan
 from kvsieve_connector.device import upload
-from kvsieve_connector.kernels.block_tables import LayerBlocks, Picks, check_layer, width_of
+from kvsieve_connector.kernels.block_tables import LayerBlocks, Picks, check_layer, vectors_of
 from kvsieve_connector.kernels.summarise import KeySources, check_summarise
 
 
@@ -24,7 +24,7 @@ def dense_runtime(
     """layers, caches: in the order of the model; caches: [num_blocks, H, N, 2 * D]. scale: of the logits.
     Raises ValueError for shapes and dtypes that the kernels can't serve."""
     like = caches[0]
-    width = width_of(plan.selector, like.shape[3] // 2)
+    width = vectors_of(plan.selector, like.shape[2]) * like.shape[3] // 2
     summaries = like.new_zeros((len(layers), sizes.heads, sizes.pages, width))
     tables = DenseTables(sizes, like.device, plan.exact_in_pool)
     blocks = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvsieve_connector.dense.plan import DensePlan
-from kvsieve_connector.kernels.block_tables import width_of
+from kvsieve_connector.kernels.block_tables import vectors_of
 from kvsieve_connector.sparse.plan import LOADING
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ _held: torch.Tensor | None = None
 
 def summary_bytes(plan: DensePlan, layers: int, heads: int, dim: int, item: int) -> int:
     """Of all summaries of a rank. item: bytes of a number."""
-    return layers * heads * plan.summary_pages * width_of(plan.selector, dim) * item
+    vectors = vectors_of(plan.selector, plan.block_tokens)
+    return layers * heads * plan.summary_pages * vectors * dim * item
 
 
 def staging_bytes(plan: DensePlan, heads: int, dim: int, item: int) -> int:

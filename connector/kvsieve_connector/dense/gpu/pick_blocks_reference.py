@@ -61,7 +61,8 @@ def _listed(
     """The full blocks of a row and head, ascending."""
     if full <= picks.listed:
         return list(range(full))
-    selector = make_selector(picks.selector, layer.cache.shape[3] // 2, picks.scale)
+    _, _, tokens, columns = layer.cache.shape
+    selector = make_selector(picks.selector, columns // 2, tokens, picks.scale)
     pages = tables.page[slot, :full]
     scores = torch.full((full, 1), -torch.inf)
     there = pages >= 0

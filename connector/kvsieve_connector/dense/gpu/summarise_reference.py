@@ -18,7 +18,7 @@ def summarise(
     """As summarise.summarise."""
     check_summarise(sources, selector, source, page, summaries)
     _, heads, tokens, columns = sources.caches[0].shape
-    made = make_selector(selector, columns // 2)
+    made = make_selector(selector, columns // 2, tokens)
     for layer, cache in enumerate(sources.caches):
         size = heads * tokens * columns * cache.element_size()
         for where, at in zip(source.tolist(), page.tolist(), strict=True):
