@@ -9,6 +9,7 @@ import torch
 
 from kvsieve_connector.dense.gpu import pick_blocks_reference, summarise_reference
 from kvsieve_connector.kernels.block_tables import check_pick
+from kvsieve_connector.kernels.pick_blocks import Variant, choose
 from tests.unit import pick_bodies as bodies
 
 REFERENCE = bodies.Face(pick_blocks_reference.pick_blocks, summarise_reference.summarise, "cpu")
@@ -55,3 +56,23 @@ def test_refuses_what_does_not_fit(change: dict[str, Any], message: str) -> None
             torch.zeros(rows * heads, dtype=torch.int32),
             torch.zeros((rows * heads, group, dim), dtype=torch.bfloat16),
         )
+
+
+@pytest.mark.parametrize(
+    ("clusters", "shared", "wanted"),
+    [
+        (8, (50, 60, 80, 110), 8),
+        (16, (50, 60, 80, 110), 8),
+        (17, (50, 60, 80, 110), 4),
+        (64, (50, 60, 80, 110), 2),
+        (132, (50, 60, 80, 110), 1),
+        (500, (50, 60, 80, 110), 1),
+        (500, (50, 60, 80, 150), 2),  # of four-and-a-half waves rather those with two on a multiprocessor
+        (500, (120, 130, 150, 200), 1),
+        (500, (120, 200), 4),
+    ],
+)
+def test_how_many_thread_blocks_work_on_a_row(clusters: int, shared: tuple[int, ...], wanted: int) -> None:
+    sizes = zip((8, 4, 2, 1), shared, strict=False)
+    variants = [Variant(ctas, kib * 1024, None) for ctas, kib in sizes]
+    assert choose(variants, clusters, 132).ctas == wanted
