@@ -27,8 +27,9 @@ BLOCK_BYTES = LAYERS * 8 * BLOCK * 2 * 128 * 2
 EXACT = "kvsieve-exact-in-pool"
 """With kvsieve.exact_in_pool."""
 ENGINES = ("stock", "kvsieve", EXACT)
-STEADY = 0.985
-"""Share of a query that is the same in every step, as a part of its standard deviation."""
+STEADY = 0.992
+"""Share of a query that is the same in every step, as a part of its standard deviation. With it a step misses
+about as much of what it picks as a step of SmolLM2 does (3 to 4 % on text and on source)."""
 
 
 def measure(

@@ -177,25 +177,59 @@ def test_more_requests_than_the_pool_could_hold(sparse: Any, big_store: StorePro
     blocks = 750
     own = {**FEW, "hot_rows": 840}
     with sparse("full-graphs", big_store, own, num_gpu_blocks_override=blocks, block_size=16) as llm:
-        scheduler = scheduler_of(llm)
-        stock, most = scheduler.schedule, 0
-
-        def note(*args: Any) -> Any:
-            nonlocal most
-            output = stock(*args)
-            most = max(most, len(scheduler.running))
-            return output
-
-        scheduler.schedule = note
-        answers = generate(llm, prompts, max_tokens=64)
-        del scheduler.schedule
+        with running(llm) as at_once:
+            answers = generate(llm, prompts, max_tokens=64)
         seals_done(llm)
         free, total = block_pool(llm).get_num_free_blocks(), block_pool(llm).num_gpu_blocks - 1
         counts = piece_counts(llm)
+    most = max(at_once)
     print(f"= {most} requests of 251 blocks at once in {blocks} blocks; pieces {counts}")
     assert all(len(answer.tokens) == 64 for answer in answers)
     assert most * 251 > 2 * blocks
     assert free == total
+
+
+def test_many_requests_at_once(
+    tiny_dense: Path, gpu_engine: Engine, sparse: Any, start_store: Callable[..., StoreProcess]
+) -> None:
+    """More than 992 rows of a request and KV head each: then FlashAttention does without a schedule."""
+    count, sizes = 132, {"max_model_len": 1024, "max_num_seqs": 160}
+    prompts = [tokens(380 + seed % 40, 200 + seed) for seed in range(count)]
+    with gpu_engine(tiny_dense, **arguments_of("full-graphs") | sizes) as llm:
+        tasks = continued(llm, prompts, 8)
+        stock = []
+        for run in (together, lambda llm, tasks: together(llm, tasks[::-1])[::-1], one_by_one):
+            assert llm.reset_prefix_cache()
+            stock.append(run(llm, tasks))
+    with sparse("full-graphs", start_store("--pool-size", "2GiB"), {"budget_tokens": 1024}, **sizes) as llm:
+        generate(llm, [{"prompt_token_ids": prompt} for prompt in prompts], max_tokens=1)
+        seals_done(llm)
+        assert llm.reset_prefix_cache()
+        with running(llm) as at_once:
+            found = compare(together(llm, tasks), stock)
+        counts = piece_counts(llm)
+    _tell("many", {f"{max(at_once)} at once": found}, [], counts)
+    assert max(at_once) * 8 > 992
+    assert counts["arena_pieces"] > 0
+    assert found.alike
+
+
+@contextmanager
+def running(llm: Any) -> Iterator[list[int]]:
+    """Requests that run in each step, from now on."""
+    scheduler, counts = scheduler_of(llm), []
+    stock = scheduler.schedule
+
+    def note(*args: Any) -> Any:
+        output = stock(*args)
+        counts.append(len(scheduler.running))
+        return output
+
+    scheduler.schedule = note
+    try:
+        yield counts
+    finally:
+        del scheduler.schedule
 
 
 def arguments_of(case: str) -> dict[str, Any]:

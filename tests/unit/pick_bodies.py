@@ -68,7 +68,7 @@ SHAPES = {
     "quest, twelve query heads": Shape(selector="quest-bounds", group=12, dim=96),
     "mean, heads of 32": Shape(selector="mean-key", dim=32, heads=4),
     "seventeen query heads": Shape(group=17),
-    "many rows": Shape(lengths=tuple(range(60, 900, 40)), heads=4),
+    "many rows": Shape(lengths=tuple(range(60, 900, 20)), heads=4),
     "float16": Shape(dtype=torch.float16),
     "no budget": Shape(budget=0),
     "no first": Shape(first=0),

@@ -58,12 +58,19 @@ def test_means_are_lower_bounds_of_the_mass_those_of_parts_closer_ones(
 
 @given(seed=st.integers(0, 1000), n=st.integers(1, 12), tokens=st.sampled_from([4, 8, 16, 32, 48, 128]))
 def test_parts_are_exact_where_the_keys_of_each_are_alike(seed: int, n: int, tokens: int) -> None:
-    """A part: four tokens, and more where that were more than eight parts."""
-    alike = max(4, tokens // 8)
-    keys = some_keys(seed, n, tokens // alike).repeat_interleave(alike, dim=1)
     query, selector = some_query(seed), make_selector("part-means", 8, tokens)
+    parts = selector.vectors
+    keys = some_keys(seed, n, parts).repeat_interleave(tokens // parts, dim=1)
     mass = exact_logits(query, keys).logsumexp(dim=1) - math.log(tokens)
     assert torch.allclose(selector.logits(query, selector.summarise(keys)), mass, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parts"), [(1, 1), (4, 1), (8, 2), (16, 4), (32, 8), (48, 8), (64, 16), (96, 16), (128, 16)]
+)
+def test_parts_of_four_tokens(tokens: int, parts: int) -> None:
+    """More tokens where the number of parts were no power of two, or more than 16: what kernels multiply."""
+    assert make_selector("part-means", 8, tokens).vectors == parts
 
 
 def test_one_key_that_stands_out_is_seen() -> None:

@@ -102,8 +102,8 @@ class MeanOutlier(Selector):
 
 
 class PartMeans(Selector):
-    """The mean keys of runs of neighbouring tokens, as long as each other: of four tokens, of more where that
-    were more than eight runs.
+    """The mean keys of runs of neighbouring tokens, as long as each other: of four tokens, or of more where
+    the number of runs were no power of two, or more than 16.
 
     The block's logit is that of its mean weight if all keys of a part were its mean: a lower bound, and one
     that is closer than the mean key's.

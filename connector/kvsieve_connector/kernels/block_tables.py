@@ -94,13 +94,16 @@ class LayerBlocks:
         return self.cache.stride(0) // (self.cache.shape[2] * self.cache.shape[3])
 
 
-PART_TOKENS, MOST_PARTS = 4, 8
+PART_TOKENS, MOST_PARTS = 4, 16
+"""Of part-means: a part has about so many tokens, and a block at most so many parts, which the kernels can
+multiply at once."""
 
 
 def vectors_of(selector: str, block_tokens: int) -> int:
-    """Vectors of a summary, each as long as a head has channels."""
+    """Vectors of a summary, each as long as a head has channels: a power of two."""
     if selector == "part-means":
-        return max(1, min(block_tokens // PART_TOKENS, MOST_PARTS))
+        parts = max(1, min(block_tokens // PART_TOKENS, MOST_PARTS))
+        return 1 << parts.bit_length() - 1
     return 1 if selector == "mean-key" else 2
 
 

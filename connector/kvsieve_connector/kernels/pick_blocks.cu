@@ -8,7 +8,7 @@
 //   4. All blocks of the cluster copy the misses from the host.
 //
 // HEADS, GROUP, DIM, BLOCK_TOKENS, PIECE_BYTES; SELECTOR: 0 quest-bounds, 1 mean-key, 2 mean-outlier, 3 part-means; VECTORS
-// of a summary: 1, 2, 4, 8; FP16, else bf16; FIRST, BUDGET, WINDOW, HOT, MAX_BLOCKS; CTAS, THREADS; RESIDENT:
+// of a summary: 1, 2, 4, 8, 16; FP16, else bf16; FIRST, BUDGET, WINDOW, HOT, MAX_BLOCKS; CTAS, THREADS; RESIDENT:
 // thread blocks of a multiprocessor.
 
 constexpr int LISTED = FIRST + BUDGET + WINDOW;               // full blocks of a list at most
@@ -17,7 +17,8 @@ constexpr int SHARE = (MAX_BLOCKS + CTAS - 1) / CTAS;         // of which one bl
 constexpr int TILE = 16;                                      // vectors that a warp multiplies at once
 constexpr int TILE_BLOCKS = TILE / VECTORS;
 constexpr int STEPS = (DIM + 31) / 32;                        // of 32 channels
-constexpr int DEPTH = STEPS < 8 ? 8 / STEPS : 1;              // tiles that are loaded ahead
+constexpr int ROOM = RESIDENT > 1 ? 8 : 16;                   // registers of a lane, in loads
+constexpr int DEPTH = STEPS < ROOM ? ROOM / STEPS : 1;        // tiles that are loaded ahead
 constexpr int WIDTH = VECTORS * DIM;                          // of a summary
 constexpr int UNITS = PIECE_BYTES / 16;
 constexpr int UNROLL = 4;                                     // loads in flight of a thread
@@ -83,16 +84,16 @@ __device__ __forceinline__ u64 load_remote64(unsigned from) {
 }
 
 // The logit of a block from the products of its vectors with a query, of which each lane has one. The others are those of the
-// rows beside it, four lanes apart. All of them get it.
-__device__ __forceinline__ float block_logit(float mine, int row) {
+// rows beside it, four lanes apart, and with 16 vectors the lane has a second one. All of them get it.
+__device__ __forceinline__ float block_logit(float mine, float second, int row) {
   if (SELECTOR == 1) return mine;
   if (SELECTOR == 2) mine += row % 2 ? -__logf(1.f + MEAN_WEIGHT) : __logf(MEAN_WEIGHT / (1.f + MEAN_WEIGHT));
-  float high = mine;
+  float high = VECTORS > 8 ? fmaxf(mine, second) : mine;
 #pragma unroll
-  for (int step = 4; step < VECTORS * 4; step *= 2) high = fmaxf(high, __shfl_xor_sync(ALL, high, step));
-  float sum = SELECTOR == 0 ? mine : __expf(mine - high);
+  for (int step = 4; step < min(VECTORS, 8) * 4; step *= 2) high = fmaxf(high, __shfl_xor_sync(ALL, high, step));
+  float sum = SELECTOR == 0 ? mine : __expf(mine - high) + (VECTORS > 8 ? __expf(second - high) : 0.f);
 #pragma unroll
-  for (int step = 4; step < VECTORS * 4; step *= 2) sum += __shfl_xor_sync(ALL, sum, step);
+  for (int step = 4; step < min(VECTORS, 8) * 4; step *= 2) sum += __shfl_xor_sync(ALL, sum, step);
   return SELECTOR == 0 ? sum : high + __logf(SELECTOR == 2 ? sum : sum / VECTORS);
 }
 
@@ -239,10 +240,10 @@ pick_blocks(const u16* __restrict__ query, long long query_stride,   // [R, HEAD
             }
           }
 #pragma unroll
-          for (int half = 0; half < 2; ++half)
+          for (int half = 0; half < (VECTORS > 8 ? 1 : 2); ++half)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-              const float logit = block_logit(c[half * 2 + i] * scale, row8);
+              const float logit = block_logit(c[half * 2 + i] * scale, c[2 + i] * scale, row8);
               const int vector = half * 8 + row8, block = base + d * TILE_BLOCKS + vector / VECTORS, g = g0 + lane % 4 * 2 + i;
               if (vector % VECTORS == 0 && g < GROUP && block < end) s.logits[(block - start) * GROUP + g] = known[d][half] ? logit : -INFINITY;
             }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -19,8 +19,7 @@ __all__ = ["BlockTables", "LayerBlocks", "Picks", "pick_blocks", "prepare"]
 CLUSTERS = (8, 4, 2, 1)
 """Thread blocks per batch row and KV head (a cluster)."""
 
-THREADS, RESIDENT = 256, 2
-"""Of a thread block, and thread blocks that a multiprocessor takes at once."""
+THREADS = 256
 
 MAX_SHARED = 227 * 1024
 """Shared memory that a thread block can have on Hopper."""
@@ -60,9 +59,9 @@ def pick_blocks(
     rows, heads = query.shape[0], layer.cache.shape[1]
     if rows == 0:
         return
-    variants = prepare(layer, tables, picks, query.shape[1] // heads)
+    prepared = prepare(layer, tables, picks, query.shape[1] // heads)
     processors = torch.cuda.get_device_properties(layer.cache.device).multi_processor_count
-    variant = choose(variants, rows * heads, processors)
+    variant = choose(prepared, rows * heads, processors)
     args = (
         query,
         np.int64(query.stride(0)),
@@ -94,25 +93,32 @@ def pick_blocks(
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The kernel with so many thread blocks (ctas) a row and head, each of which takes so many bytes of
-    shared memory."""
+    """The kernel with so many thread blocks (ctas) a row and head, of which a multiprocessor takes so many
+    (resident), and so many bytes of shared memory each."""
 
     ctas: int
+    resident: int
     shared: int
-    function: Any
+    function: Any = None
 
 
-def choose(variants: Sequence[Variant], clusters: int, processors: int) -> Variant:
-    """Of variants, most thread blocks first, the first one with no more of them than multiprocessors; when
-    there is none, the last of those of which a multiprocessor takes most.
+def variants(sizes: Mapping[int, int]) -> list[Variant]:
+    """What there is to choose from. sizes: bytes of shared memory by ctas, most ctas first.
 
-    Clusters must fit the groups that multiprocessors come in: with two thread blocks each, some of 64 clusters
-    of four wait for others (one H200: 60 us; of two, 46 us).
+    First those for which there are multiprocessors enough, one thread block each, with registers for many
+    loads at once. Clusters must fit the groups that multiprocessors come in: with two thread blocks each,
+    some of 64 clusters of four wait for others (one H200: 60 us; of two, 46 us). At last the one for more
+    rows, with as few thread blocks a row as fit a multiprocessor in twos.
     """
-    for variant in variants:
-        if clusters * variant.ctas <= processors:
-            return variant
-    return max(reversed(variants), key=lambda variant: min(RESIDENT, MAX_SHARED // variant.shared))
+    fit = {ctas: size for ctas, size in sizes.items() if size <= MAX_SHARED}
+    alone = [Variant(ctas, 1, size) for ctas, size in fit.items()]
+    paired = [Variant(ctas, 2, size) for ctas, size in fit.items() if 2 * size <= MAX_SHARED]
+    return alone + paired[-1:]
+
+
+def choose(prepared: Sequence[Variant], clusters: int, processors: int) -> Variant:
+    """Of variants() the first one with no more thread blocks than multiprocessors, or else the last."""
+    return next((each for each in prepared if clusters * each.ctas <= processors), prepared[-1])
 
 
 def prepare(layer: LayerBlocks, tables: BlockTables, picks: Picks, group: int) -> tuple[Variant, ...]:
@@ -141,16 +147,9 @@ def prepare(layer: LayerBlocks, tables: BlockTables, picks: Picks, group: int) -
         "HOT": hot,
         "MAX_BLOCKS": blocks,
         "THREADS": THREADS,
-        "RESIDENT": RESIDENT,
     }
-    return _variants(
-        tuple(constants.items()),
-        tuple(
-            (ctas, shared)
-            for ctas in CLUSTERS
-            if (shared := _shared_bytes(picks, blocks, hot, group, ctas)) <= MAX_SHARED
-        ),
-    )
+    sizes = {ctas: _shared_bytes(picks, blocks, hot, group, ctas) for ctas in CLUSTERS}
+    return _compiled(tuple(sizes.items()), tuple(constants.items()))
 
 
 def _shared_bytes(picks: Picks, blocks: int, hot: int, group: int, ctas: int) -> int:
@@ -162,12 +161,12 @@ def _shared_bytes(picks: Picks, blocks: int, hot: int, group: int, ctas: int) ->
 
 
 @cache
-def _variants(
-    constants: tuple[tuple[str, int], ...], sizes: tuple[tuple[int, int], ...]
+def _compiled(
+    sizes: tuple[tuple[int, int], ...], constants: tuple[tuple[str, int], ...]
 ) -> tuple[Variant, ...]:
     found = []
-    for ctas, shared in sizes:
-        function = load("pick_blocks", CTAS=ctas, **dict(constants))
-        function.max_dynamic_shared_size_bytes = shared
-        found.append(Variant(ctas, shared, function))
+    for each in variants(dict(sizes)):
+        function = load("pick_blocks", CTAS=each.ctas, RESIDENT=each.resident, **dict(constants))
+        function.max_dynamic_shared_size_bytes = each.shared
+        found.append(replace(each, function=function))
     return tuple(found)
