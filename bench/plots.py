@@ -201,7 +201,12 @@ def _scale(panels: Any, record: dict[str, Any]) -> None:
 
 def _quality(panels: Any, record: dict[str, Any]) -> None:
     """Recall by budget and by layer, perplexity and pass keys by budget; a list of blocks per KV head."""
-    rows = [row for row in record["rows"] if not row["shared"] and not row.get("dense_layers")]
+    blocks = (None, record["parameters"]["block_tokens"])
+    rows = [
+        row
+        for row in record["rows"]
+        if not row["shared"] and not row.get("dense_layers") and row.get("block_tokens") in blocks
+    ]
     budgets = record["parameters"]["budgets"]
     names = [name for name in dict.fromkeys(row["selector"] for row in rows) if name != "dense"]
     styles = {name: {"color": f"C{i}", "linewidth": 1} for i, name in enumerate(names)}

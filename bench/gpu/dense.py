@@ -28,8 +28,9 @@ EXACT = "kvsieve-exact-in-pool"
 """With kvsieve.exact_in_pool."""
 ENGINES = ("stock", "kvsieve", EXACT)
 STEADY = 0.992
-"""Share of a query that is the same in every step, as a part of its standard deviation. With it a step misses
-about as much of what it picks as a step of SmolLM2 does (3 to 4 % on text and on source)."""
+"""Share of a query that is the same in every step, as a part of its standard deviation. With it 8 requests
+miss 13 % of the picks that the pool has not; one of SmolLM2 3 to 4 %, with the same budget, blocks and hot
+buffer."""
 
 
 def measure(

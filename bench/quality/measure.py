@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.quality import recall
+from bench.quality import misses, recall
 from bench.quality.engine import engine_needles
 from bench.quality.reference import BLOCK_TOKENS, FIRST, NEWEST, Picks, Reference, load
 from bench.quality.texts import FORMS, TEXTS, Case, cases, stretch
@@ -19,8 +19,9 @@ from kvsieve_connector.demo.model import cache_dir, ensure_smollm2
 from kvsieve_connector.dense.selectors import DEFAULT, SELECTORS
 from kvsieve_store.bench.report import Goal, Report
 
-PARTS = ("recall", "perplexity", *FORMS, "engine")
+PARTS = ("recall", "misses", "perplexity", *FORMS, "engine")
 GOAL = Picks(DEFAULT, 1024)
+GPU_GOAL = Picks(DEFAULT, 1024, block_tokens=16)
 """What the goals are held against."""
 
 
@@ -52,10 +53,12 @@ def measure(sizes: Sizes, parts: Sequence[str] = PARTS, before: Mapping[str, Any
 
     parameters = {**vars(sizes), "block_tokens": BLOCK_TOKENS, "first": FIRST, "newest": NEWEST}
     rows = kept(before, parameters, parts)
-    if "recall" in parts:
+    if {"recall", "misses"} & set(parts):
         for name in TEXTS:
-            rows += _recall(name, recall.attended(path, stretch(encode, name, sizes.tokens)), sizes.budgets)
-    if set(parts) != {"recall"}:
+            layers = recall.attended(path, stretch(encode, name, sizes.tokens))
+            rows += _recall(name, layers, sizes.budgets) if "recall" in parts else []
+            rows += _misses(name, layers) if "misses" in parts else []
+    if set(parts) - {"recall", "misses"}:
         model = load(path)
         if "perplexity" in parts:
             for name in TEXTS:
@@ -83,6 +86,9 @@ def _variants(budgets: Sequence[int]) -> list[Picks]:
     """Every selector at every budget; at the goal's also what else can be set."""
     picks = [Picks(name, budget) for budget in budgets for name in SELECTORS]
     others = [Picks(DEFAULT, GOAL.budget_tokens, dense_layers=layers) for layers in (1, 2)]
+    others += [Picks(DEFAULT, budget, block_tokens=GPU_GOAL.block_tokens) for budget in budgets]
+    others.append(Picks("mean-outlier", GOAL.budget_tokens, block_tokens=GPU_GOAL.block_tokens))
+    others.append(Picks(DEFAULT, GOAL.budget_tokens, block_tokens=64))
     return [*picks, Picks(DEFAULT, GOAL.budget_tokens, shared=True), *others]
 
 
@@ -112,6 +118,15 @@ def _recall(text: str, layers: Sequence[Any], budgets: Sequence[int]) -> list[di
         for i, name in enumerate(recall.NAMES)
         for shared in (0, 1)
         for j, budget in enumerate(budgets)
+    ]
+
+
+def _misses(text: str, layers: Sequence[Any]) -> list[dict[str, Any]]:
+    variants = [GPU_GOAL, Picks("mean-outlier", 1024, block_tokens=GPU_GOAL.block_tokens), GOAL]
+    return [
+        {"part": "misses", "text": text, **_row(picks), "hot": size, "missed": round(share, 4)}
+        for picks in variants
+        for size, share in zip(misses.SIZES, misses.misses(layers, picks), strict=True)
     ]
 
 
@@ -183,21 +198,29 @@ def _same(a: Sequence[int], b: Sequence[int]) -> int:
 
 def _row(picks: Picks | None) -> dict[str, Any]:
     if picks is None:
-        return {"selector": "dense", "budget_tokens": None, "shared": False, "dense_layers": None}
+        return {
+            "selector": "dense",
+            "budget_tokens": None,
+            "shared": False,
+            "dense_layers": None,
+            "block_tokens": None,
+        }
     return vars(picks)
 
 
 def _goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
     goals = []
     for row in rows:
-        if any(row.get(name) != value for name, value in vars(GOAL).items()):
+        if not any(vars(picks).items() <= row.items() for picks in (GOAL, GPU_GOAL)):
             continue
+        blocks = f"blocks of {row['block_tokens']}"
         if row["part"] == "perplexity":
-            goals.append(Goal(f"perplexity, {row['text']}, of dense", row["ratio"], 1.03, "x", False))
+            what = f"perplexity, {row['text']}, {blocks}, of dense"
+            goals.append(Goal(what, row["ratio"], 1.03, "x", False))
         elif row["part"] in FORMS:
             dense = next(each for each in rows if (each["part"], each["selector"]) == (row["part"], "dense"))
             apart = 100 * (row["accuracy"] - dense["accuracy"])
-            what = f"pass keys in {row['part']} of {row['tokens']:,} tokens, {row['cases']} cases, to dense"
+            what = f"pass keys in {row['part']}, {row['cases']} cases, {blocks}, to dense"
             goals.append(Goal(what, round(apart, 1), -2.0, "points"))
     return goals
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kvsieve_connector.dense.selectors import make_selector, select, share
 
 BLOCK_TOKENS = 32
+"""The least on CPUs. On GPUs blocks have 16 by default."""
 FIRST = 1
 NEWEST = 2
 AT_ONCE = 512
@@ -23,17 +25,19 @@ AT_ONCE = 512
 class Picks:
     """What decode steps attend to: budget_tokens in picked blocks, the first block, the NEWEST full ones and
     the one that is being filled. shared: one list for all KV heads. dense_layers: first layers that see all.
+    block_tokens: of a block.
     """
 
     selector: str
     budget_tokens: int
     shared: bool = False
     dense_layers: int = 0
+    block_tokens: int = BLOCK_TOKENS
 
     @property
-    def attended_tokens(self) -> int:
-        """At most, in a layer that is not dense."""
-        return self.budget_tokens + (FIRST + NEWEST + 1) * BLOCK_TOKENS
+    def full_blocks(self) -> int:
+        """Attended to at most, in a layer that is not dense; beside them the one that is being filled."""
+        return FIRST + self.budget_tokens // self.block_tokens + NEWEST
 
 
 class Reference:
@@ -115,37 +119,53 @@ def block_topk(query: Tensor, key: Tensor, value: Tensor, picks: Picks, scale: f
     """
     heads, tokens, dim = query.shape
     kv_heads, context, _ = key.shape
-    selector = make_selector(picks.selector, dim, BLOCK_TOKENS, scale)
-    full = context // BLOCK_TOKENS
-    blocks = key[:, : full * BLOCK_TOKENS].view(kv_heads, full, BLOCK_TOKENS, dim)
-    summaries = selector.summarise(blocks.permute(1, 2, 0, 3))
-    score = torch.func.vmap(selector.score, in_dims=(0, None))
+    size = picks.block_tokens
     out = []
-    position = context - tokens
-    while position < context:  # tokens that pick among the same blocks
-        n = position // BLOCK_TOKENS
-        end = min((n + 1) * BLOCK_TOKENS, context)
-        some = query[:, position - context + tokens :][:, : end - position]
-        grouped = some.view(kv_heads, -1, end - position, dim)
-        scores = score(grouped.permute(2, 0, 1, 3), summaries[:n])
-        if picks.shared:
-            scores = share(scores)
-        picked = _seen(scores, picks)
-        newer = torch.ones(end - position, end - n * BLOCK_TOKENS, dtype=torch.bool)
-        newer = newer.tril(position - n * BLOCK_TOKENS).expand(len(picked), -1, -1)
-        seen = torch.cat([picked.repeat_interleave(BLOCK_TOKENS, dim=-1), newer], dim=-1)[:, None]
+    for position, end, picked in picked_blocks(query, key, picks, scale):
+        full = picked.shape[-1] * size
+        grouped = query.view(kv_heads, -1, tokens, dim)[:, :, position - context + tokens :][
+            :, :, : end - position
+        ]
+        newer = torch.ones(end - position, end - full, dtype=torch.bool)
+        newer = newer.tril(position - full).expand(len(picked), -1, -1)
+        seen = torch.cat([picked.repeat_interleave(size, dim=-1), newer], dim=-1)[:, None]
         logits = (grouped * scale).flatten(1, 2) @ key[:, :end].transpose(1, 2)
         weights = logits.view(*grouped.shape[:3], end).masked_fill_(~seen, -torch.inf).softmax(dim=-1)
         out.append((weights.flatten(1, 2) @ value[:, :end]).view(heads, end - position, dim))
-        position = end
     return torch.cat(out, dim=1)
+
+
+def picked_blocks(
+    query: Tensor, key: Tensor, picks: Picks, scale: float
+) -> Iterator[tuple[int, int, Tensor]]:
+    """What the last tokens of a context pick, query and key as block_topk's. Yields, for tokens that pick
+    among the same blocks, the first one's position, that after the last one's, and bool [lists, tokens,
+    blocks]."""
+    _, tokens, dim = query.shape
+    kv_heads, context, _ = key.shape
+    size = picks.block_tokens
+    selector = make_selector(picks.selector, dim, size, scale)
+    full = context // size
+    blocks = key[:, : full * size].view(kv_heads, full, size, dim)
+    summaries = selector.summarise(blocks.permute(1, 2, 0, 3))
+    score = torch.func.vmap(selector.score, in_dims=(0, None))
+    position = context - tokens
+    while position < context:
+        n = position // size
+        end = min((n + 1) * size, context)
+        some = query[:, position - context + tokens :][:, : end - position]
+        scores = score(some.view(kv_heads, -1, end - position, dim).permute(2, 0, 1, 3), summaries[:n])
+        if picks.shared:
+            scores = share(scores)
+        yield position, end, _seen(scores, picks)
+        position = end
 
 
 def _seen(scores: Tensor, picks: Picks) -> Tensor:
     """scores: [tokens, blocks, lists]. Returns [lists, tokens, blocks] bool: what each token picks."""
     tokens, n, lists = scores.shape
     columns = scores.transpose(0, 1).reshape(n, tokens * lists)
-    picked = select(columns, picks.budget_tokens // BLOCK_TOKENS, FIRST, NEWEST)
+    picked = select(columns, picks.budget_tokens // picks.block_tokens, FIRST, NEWEST)
     seen = torch.zeros(columns.shape, dtype=torch.bool).scatter_(0, picked, True)
     return seen.view(n, tokens, lists).permute(2, 1, 0)
 

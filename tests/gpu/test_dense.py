@@ -193,7 +193,8 @@ def test_many_requests_at_once(
     tiny_dense: Path, gpu_engine: Engine, sparse: Any, start_store: Callable[..., StoreProcess]
 ) -> None:
     """More than 992 rows of a request and KV head each: then FlashAttention does without a schedule."""
-    count, sizes = 132, {"max_model_len": 1024, "max_num_seqs": 160}
+    count, own = 132, {"budget_tokens": 448, "hot_rows": 496}
+    sizes = {"max_model_len": 1024, "max_num_seqs": 160, "kv_cache_memory_bytes": 3 << 30}
     prompts = [tokens(380 + seed % 40, 200 + seed) for seed in range(count)]
     with gpu_engine(tiny_dense, **arguments_of("full-graphs") | sizes) as llm:
         tasks = continued(llm, prompts, 8)
@@ -201,7 +202,7 @@ def test_many_requests_at_once(
         for run in (together, lambda llm, tasks: together(llm, tasks[::-1])[::-1], one_by_one):
             assert llm.reset_prefix_cache()
             stock.append(run(llm, tasks))
-    with sparse("full-graphs", start_store("--pool-size", "2GiB"), {"budget_tokens": 1024}, **sizes) as llm:
+    with sparse("full-graphs", start_store("--pool-size", "2GiB"), own, **sizes) as llm:
         generate(llm, [{"prompt_token_ids": prompt} for prompt in prompts], max_tokens=1)
         seals_done(llm)
         assert llm.reset_prefix_cache()

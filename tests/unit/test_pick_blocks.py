@@ -9,7 +9,7 @@ import torch
 
 from kvsieve_connector.dense.gpu import pick_blocks_reference, summarise_reference
 from kvsieve_connector.kernels.block_tables import check_pick
-from kvsieve_connector.kernels.pick_blocks import CLUSTERS, choose, variants
+from kvsieve_connector.kernels.pick_blocks import CLUSTERS, Variant, choose
 from tests.unit import pick_bodies as bodies
 
 REFERENCE = bodies.Face(pick_blocks_reference.pick_blocks, summarise_reference.summarise, "cpu")
@@ -61,23 +61,19 @@ def test_refuses_what_does_not_fit(change: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize(
     ("clusters", "kib", "wanted"),
     [
-        (8, (50, 60, 80, 110), (8, 1)),
-        (16, (50, 60, 80, 110), (8, 1)),
-        (17, (50, 60, 80, 110), (4, 1)),
-        (64, (50, 60, 80, 110), (2, 1)),
-        (132, (50, 60, 80, 110), (1, 1)),
-        (133, (50, 60, 80, 110), (1, 2)),
-        (132, (50, 60, 80, 150), (1, 1)),
-        (133, (50, 60, 80, 150), (2, 2)),
-        (133, (50, 60, 110, 300), (2, 2)),
-        (67, (120, 130, 150, 200), (1, 1)),
-        (133, (120, 130, 150, 200), (1, 1)),
-        (133, (120, 200, 300, 500), (4, 1)),
+        (8, (50, 60, 80, 110), 8),
+        (16, (50, 60, 80, 110), 8),
+        (17, (50, 60, 80, 110), 4),
+        (64, (50, 60, 80, 110), 2),
+        (132, (50, 60, 80, 150), 1),
+        (133, (50, 60, 80, 110), 1),
+        (133, (50, 60, 80, 150), 2),
+        (67, (120, 130, 150, 200), 1),
+        (133, (120, 130, 150, 200), 1),
+        (133, (120, 200), 4),
     ],
 )
-def test_how_many_thread_blocks_work_on_a_row(
-    clusters: int, kib: tuple[int, ...], wanted: tuple[int, int]
-) -> None:
-    sizes = {ctas: size * 1024 for ctas, size in zip(CLUSTERS, kib, strict=True)}
-    chosen = choose(variants(sizes), clusters, 132)
-    assert (chosen.ctas, chosen.resident) == wanted
+def test_how_many_thread_blocks_work_on_a_row(clusters: int, kib: tuple[int, ...], wanted: int) -> None:
+    """kib: shared memory of a thread block, by how many there are; a multiprocessor has 227."""
+    variants = [Variant(ctas, size * 1024) for ctas, size in zip(CLUSTERS, kib, strict=False)]
+    assert choose(variants, clusters, 132).ctas == wanted

@@ -9,7 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from bench.quality import measure, recall, reference  # noqa: E402
+from bench.quality import measure, misses, recall, reference  # noqa: E402
 from bench.quality.reference import BLOCK_TOKENS, Picks, Reference, block_topk  # noqa: E402
 from bench.quality.texts import FORMS, Case, cases  # noqa: E402
 from kvsieve_connector.dense.selectors import DEFAULT, SELECTORS  # noqa: E402
@@ -74,6 +74,44 @@ def test_only_what_is_picked_is_read() -> None:
     spoilt[:, BLOCK_TOKENS : 8 * BLOCK_TOKENS] = 1e30
     none = Picks("mean-key", 0)
     assert torch.equal(block_topk(query, key, spoilt, none, 1.0), block_topk(query, key, value, none, 1.0))
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_blocks_of_any_size(size: int) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(4, 70, 8), torch.randn(2, CONTEXT, 8), torch.randn(2, CONTEXT, 8)
+    every = Picks("quest-bounds", 10**6, block_tokens=size)
+    logits = torch.einsum("hgtd,hsd->hgts", query.view(2, 2, 70, 8), key)
+    seen = torch.arange(CONTEXT) <= torch.arange(CONTEXT - 70, CONTEXT)[:, None]
+    exact = logits.masked_fill(~seen, -torch.inf).softmax(-1) @ value[:, None]
+    assert torch.allclose(block_topk(query, key, value, every, 1.0), exact.flatten(0, 1), atol=1e-5)
+    few = Picks("mean-key", size, block_tokens=size)
+    for position, end, mask in reference.picked_blocks(query, key, few, 1.0):
+        assert mask.shape == (2, end - position, position // size)
+        assert (mask.sum(-1) == min(few.full_blocks, position // size)).all()
+
+
+def test_a_buffer_misses_what_was_not_picked_lately() -> None:
+    """Against a list of all blocks ever picked, in the order of their last use."""
+    torch.manual_seed(0)
+    layers = [(torch.randn(4, CONTEXT, 8), torch.randn(2, CONTEXT, 8)) for _ in range(5)]
+    picks = Picks("mean-key", 32, block_tokens=16)
+    asked, missed = 0, [0] * len(misses.SIZES)
+    for query, key in layers[:: misses.EVERY]:
+        used: list[list[int]] = [[], []]
+        step = 0
+        for _, _, masks in reference.picked_blocks(query[:, -misses.STEPS :], key, picks, 8**-0.5):
+            for mask in masks.unbind(1):
+                for head in range(2):
+                    wanted = mask[head].nonzero().flatten().tolist()
+                    if step >= misses.WARM_UP:
+                        asked += len(wanted)
+                        for i, size in enumerate(misses.SIZES):
+                            missed[i] += len(set(wanted) - set(used[head][-int(size * picks.full_blocks) :]))
+                    used[head] = [block for block in used[head] if block not in wanted] + wanted
+                step += 1
+    assert 0 < missed[-1] < missed[0]
+    assert misses.misses(layers, picks) == [count / asked for count in missed]
 
 
 def test_recall_is_bounded_by_the_oracle() -> None:

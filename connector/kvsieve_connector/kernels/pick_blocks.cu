@@ -9,7 +9,7 @@
 //
 // HEADS, GROUP, DIM, BLOCK_TOKENS, PIECE_BYTES; SELECTOR: 0 quest-bounds, 1 mean-key, 2 mean-outlier, 3 part-means; VECTORS
 // of a summary: 1, 2, 4, 8, 16; FP16, else bf16; FIRST, BUDGET, WINDOW, HOT, MAX_BLOCKS; CTAS, THREADS; RESIDENT:
-// thread blocks of a multiprocessor.
+// thread blocks that a multiprocessor takes.
 
 constexpr int LISTED = FIRST + BUDGET + WINDOW;               // full blocks of a list at most
 constexpr int WARPS = THREADS / 32;
@@ -17,8 +17,7 @@ constexpr int SHARE = (MAX_BLOCKS + CTAS - 1) / CTAS;         // of which one bl
 constexpr int TILE = 16;                                      // vectors that a warp multiplies at once
 constexpr int TILE_BLOCKS = TILE / VECTORS;
 constexpr int STEPS = (DIM + 31) / 32;                        // of 32 channels
-constexpr int ROOM = RESIDENT > 1 ? 8 : 16;                   // registers of a lane, in loads
-constexpr int DEPTH = STEPS < ROOM ? ROOM / STEPS : 1;        // tiles that are loaded ahead
+constexpr int DEPTH = STEPS < 8 ? 8 / STEPS : 1;              // tiles that are loaded ahead
 constexpr int WIDTH = VECTORS * DIM;                          // of a summary
 constexpr int UNITS = PIECE_BYTES / 16;
 constexpr int UNROLL = 4;                                     // loads in flight of a thread

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,8 @@ __all__ = ["BlockTables", "LayerBlocks", "Picks", "pick_blocks", "prepare"]
 CLUSTERS = (8, 4, 2, 1)
 """Thread blocks per batch row and KV head (a cluster)."""
 
-THREADS = 256
+THREADS, RESIDENT = 256, 2
+"""Of a thread block, and thread blocks that a multiprocessor takes at once."""
 
 MAX_SHARED = 227 * 1024
 """Shared memory that a thread block can have on Hopper."""
@@ -93,32 +94,25 @@ def pick_blocks(
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The kernel with so many thread blocks (ctas) a row and head, of which a multiprocessor takes so many
-    (resident), and so many bytes of shared memory each."""
+    """The kernel with so many thread blocks (ctas) a row and head, each of which takes so many bytes of
+    shared memory."""
 
     ctas: int
-    resident: int
     shared: int
     function: Any = None
 
 
-def variants(sizes: Mapping[int, int]) -> list[Variant]:
-    """What there is to choose from. sizes: bytes of shared memory by ctas, most ctas first.
+def choose(variants: Sequence[Variant], clusters: int, processors: int) -> Variant:
+    """Of variants, most ctas first, the first one with no more thread blocks than multiprocessors; for more
+    rows than that, the last one of which a multiprocessor takes most.
 
-    First those for which there are multiprocessors enough, one thread block each, with registers for many
-    loads at once. Clusters must fit the groups that multiprocessors come in: with two thread blocks each,
-    some of 64 clusters of four wait for others (one H200: 60 us; of two, 46 us). At last the one for more
-    rows, with as few thread blocks a row as fit a multiprocessor in twos.
+    Not one with two thread blocks for each multiprocessor: clusters must fit the groups that these come in,
+    and some of 64 clusters of four wait for the others (one H200: 60 us; of two, 46 us).
     """
-    fit = {ctas: size for ctas, size in sizes.items() if size <= MAX_SHARED}
-    alone = [Variant(ctas, 1, size) for ctas, size in fit.items()]
-    paired = [Variant(ctas, 2, size) for ctas, size in fit.items() if 2 * size <= MAX_SHARED]
-    return alone + paired[-1:]
-
-
-def choose(prepared: Sequence[Variant], clusters: int, processors: int) -> Variant:
-    """Of variants() the first one with no more thread blocks than multiprocessors, or else the last."""
-    return next((each for each in prepared if clusters * each.ctas <= processors), prepared[-1])
+    for variant in variants:
+        if clusters * variant.ctas <= processors:
+            return variant
+    return max(reversed(variants), key=lambda variant: min(RESIDENT, MAX_SHARED // variant.shared))
 
 
 def prepare(layer: LayerBlocks, tables: BlockTables, picks: Picks, group: int) -> tuple[Variant, ...]:
@@ -147,9 +141,11 @@ def prepare(layer: LayerBlocks, tables: BlockTables, picks: Picks, group: int) -
         "HOT": hot,
         "MAX_BLOCKS": blocks,
         "THREADS": THREADS,
+        "RESIDENT": RESIDENT,
     }
-    sizes = {ctas: _shared_bytes(picks, blocks, hot, group, ctas) for ctas in CLUSTERS}
-    return _compiled(tuple(sizes.items()), tuple(constants.items()))
+    sizes = [(ctas, _shared_bytes(picks, blocks, hot, group, ctas)) for ctas in CLUSTERS]
+    fit = tuple((ctas, shared) for ctas, shared in sizes if shared <= MAX_SHARED)
+    return _compiled(fit, tuple(constants.items()))
 
 
 def _shared_bytes(picks: Picks, blocks: int, hot: int, group: int, ctas: int) -> int:
@@ -165,8 +161,8 @@ def _compiled(
     sizes: tuple[tuple[int, int], ...], constants: tuple[tuple[str, int], ...]
 ) -> tuple[Variant, ...]:
     found = []
-    for each in variants(dict(sizes)):
-        function = load("pick_blocks", CTAS=each.ctas, RESIDENT=each.resident, **dict(constants))
-        function.max_dynamic_shared_size_bytes = each.shared
-        found.append(replace(each, function=function))
+    for ctas, shared in sizes:
+        function = load("pick_blocks", CTAS=ctas, **dict(constants))
+        function.max_dynamic_shared_size_bytes = shared
+        found.append(Variant(ctas, shared, function))
     return tuple(found)
