@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -10,7 +11,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
 from kvsieve_connector.dense.check import check_config
-from kvsieve_connector.dense.plan import DensePlan
+from kvsieve_connector.dense.plan import DensePlan, tell
 from kvsieve_connector.dense.selectors import SELECTORS
 from kvsieve_connector.settings import SelectorName
 from kvsieve_connector.sparse.plan import is_dense
@@ -82,6 +83,24 @@ def test_on_a_gpu_a_request_has_a_hot_buffer() -> None:
     assert DensePlan.of_config(gpu({"kvsieve.hot_rows": 35 * 32})).hot_blocks == 35
     assert plan.table_slots(700, 1, 8) == 10
     assert plan.table_slots(100_000, 1, 8) >= 8
+
+
+@pytest.mark.parametrize(
+    ("config", "when"),
+    [
+        (engine(), "once blocks of a request have left vLLM's pool"),
+        (gpu(), "once a request is longer than its hot buffer of 2240 tokens"),
+        (gpu({"kvsieve.exact_in_pool": True}), "once blocks of a request have left vLLM's pool"),
+    ],
+    ids=["cpu", "gpu", "exact in the pool"],
+)
+def test_the_log_says_when_attention_becomes_approximate(
+    config: Any, when: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    tell(DensePlan.of_config(config))
+    assert f"{when}, its decode steps attend to a part of the context only" in caplog.text
+    assert "1024 tokens that 'part-means' picks" in caplog.text
 
 
 def test_on_a_gpu_summaries_bound_what_is_in_the_arena() -> None:

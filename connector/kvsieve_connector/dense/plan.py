@@ -156,10 +156,15 @@ class DensePlan:
 
 def tell(plan: DensePlan) -> None:
     """Says in the log that attention is approximate from now on."""
+    if plan.hot_blocks and not plan.exact_in_pool:
+        when = f"once a request is longer than its hot buffer of {plan.hot_blocks * plan.block_tokens} tokens"
+    else:
+        when = "once blocks of a request have left vLLM's pool"
     logger.warning(
-        "kvsieve: sparse mode on a dense model: once blocks of a request have left vLLM's pool, its "
-        "decode steps attend to a part of the context only, which is an approximation: %d tokens that %r "
-        "picks, the first %d and the newest %d blocks of %d tokens. Prompts%s attend to all",
+        "kvsieve: sparse mode on a dense model: %s, its decode steps attend to a part of the context only, "
+        "which is an approximation: %d tokens that %r picks, the first %d and the newest %d blocks of %d "
+        "tokens. Prompts%s attend to all",
+        when,
         plan.budget_blocks * plan.block_tokens,
         plan.selector,
         plan.first_blocks,
