@@ -10,6 +10,7 @@ import torch
 from kvsieve_connector.dense.gpu import pick_blocks_reference, summarise_reference
 from kvsieve_connector.kernels.block_tables import check_pick
 from kvsieve_connector.kernels.pick_blocks import CLUSTERS, Variant, choose
+from kvsieve_connector.kernels.summarise import KeySources
 from tests.unit import pick_bodies as bodies
 
 REFERENCE = bodies.Face(pick_blocks_reference.pick_blocks, summarise_reference.summarise, "cpu")
@@ -26,6 +27,24 @@ def test_rows_without_a_slot() -> None:
 
 def test_long_run() -> None:
     bodies.Long(bodies.Shape(), steps=40).run(REFERENCE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"caches": [torch.zeros(9, 2, 16, 128), torch.zeros(9, 2, 16, 64)]}, "caches differ"),
+        ({"caches": [torch.zeros(9, 2, 16, 128)] * 2}, "bfloat16 or float16, got torch.float32"),
+        ({"pool": torch.zeros(3, dtype=torch.int64)}, "pool"),
+        ({"offsets": torch.zeros(2, dtype=torch.int32)}, "offsets"),
+    ],
+    ids=["shapes", "dtype", "pool", "offsets"],
+)
+def test_refuses_sources_that_do_not_fit(change: dict[str, Any], message: str) -> None:
+    zeros = torch.zeros(2, dtype=torch.int64)
+    fit = {"caches": [torch.zeros(9, 2, 16, 128, dtype=torch.bfloat16)] * 2, "pool": zeros, "offsets": zeros}
+    given = fit | change
+    with pytest.raises(ValueError, match=message):
+        KeySources(tuple(given["caches"]), given["pool"], given["offsets"])
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,25 @@ class KeySources:
 
     caches: of the layers, [num_blocks, H, N, 2 * D], of one shape, strides and dtype. pool: int64 [L], the
     addresses of their first blocks; offsets: int64 [L], their bytes from a slot's base in the arena; both on
-    the caches' device.
+    the caches' device. Raises ValueError where one does not fit the others.
     """
 
     caches: tuple[torch.Tensor, ...]
     pool: torch.Tensor
     offsets: torch.Tensor
+
+    def __post_init__(self) -> None:
+        like = self.caches[0]
+        require(
+            all(
+                (c.shape, c.stride(), c.dtype) == (like.shape, like.stride(), like.dtype) for c in self.caches
+            ),
+            "the layers' caches differ in shape, strides or dtype",
+        )
+        require(like.dtype in DTYPES, f"keys must be bfloat16 or float16, got {like.dtype}")
+        require_tensor("pool", self.pool, torch.int64, (len(self.caches),))
+        require_tensor("offsets", self.offsets, torch.int64, (len(self.caches),))
+        require_device(like.device, pool=self.pool, offsets=self.offsets)
 
 
 def summarise(
@@ -73,13 +86,6 @@ def check_summarise(
 ) -> None:
     """Raise ValueError where the arguments of summarise do not fit."""
     like = sources.caches[0]
-    require(
-        all(
-            (c.shape, c.stride(), c.dtype) == (like.shape, like.stride(), like.dtype) for c in sources.caches
-        ),
-        "the layers' caches differ in shape, strides or dtype",
-    )
-    require(like.dtype in DTYPES, f"keys must be bfloat16 or float16, got {like.dtype}")
     require(selector in SELECTORS, f"no selector {selector!r}")
     layers, (_, heads, tokens, columns) = len(sources.caches), like.shape
     require(
@@ -87,14 +93,10 @@ def check_summarise(
         f"blocks of {tokens} tokens with {columns // 2} channels do not fit the kernel's memory; choose "
         "smaller blocks (--block-size)",
     )
-    require_tensor("pool", sources.pool, torch.int64, (layers,))
-    require_tensor("offsets", sources.offsets, torch.int64, (layers,))
     require_tensor("source", source, torch.int64, (None,))
     require_tensor("page", page, torch.int32, (source.shape[0],))
     vectors = vectors_of(selector, tokens)
     require(tokens % vectors == 0, f"blocks of {tokens} tokens do not divide into {vectors} parts")
     width = vectors * columns // 2
     require_tensor("summaries", summaries, like.dtype, (layers, heads, None, width))
-    require_device(
-        like.device, pool=sources.pool, offsets=sources.offsets, source=source, page=page, summaries=summaries
-    )
+    require_device(like.device, source=source, page=page, summaries=summaries)
