@@ -52,7 +52,7 @@ bench: $(VENV)/.engine ## Run every benchmark that needs no GPU, with the real e
 bench-traces: $(VENV)/.engine ## Hit rates and waits of hot buffers and prefetch policies, by recorded traces. Three minutes.
 	@$(BIN)/python -m bench traces $(ARGS)
 
-quality: $(VENV)/.engine ## What sparse mode costs a dense model: recall, perplexity, pass keys. SHORT=1: a few cases.
+quality: $(VENV)/.engine ## What sparse mode costs a dense model: recall, misses, perplexity, pass keys. SHORT=1: a few cases.
 	@$(BIN)/python -m bench.quality $(if $(filter-out 0 no,$(SHORT)),--short) $(ARGS)
 
 test-gpu: ## On a GPU host with kvsieve and vLLM installed: the tests that need a CUDA device. About ten minutes.

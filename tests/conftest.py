@@ -33,6 +33,11 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     VLLM_LOGGING_LEVEL="WARNING",
 )
+with contextlib.suppress(ImportError):  # tests on GPUs do without
+    from hypothesis import settings
+
+    settings.register_profile("kvsieve", deadline=None)  # an example takes as long as the machine is busy
+    settings.load_profile("kvsieve")
 os.environ.pop("KVSIEVE_TEST_MODELS", None)  # the store refuses KVSIEVE_ variables that it does not know
 
 

@@ -1,4 +1,5 @@
-"""The benchmark: recall of attention, perplexity and pass keys, by selector and budget, beside dense."""
+"""The benchmark: recall of attention, perplexity and pass keys, by selector, budget and size of blocks,
+beside dense; and what hot buffers miss."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ class ConnectorSettings(BaseModel):
 
     hot_rows: int | None = Field(default=None, ge=1)
     """Sparse mode on GPUs: rows (tokens) of a request's hot buffer, per layer, in whole blocks. Default: 1.5
-    times what a step attends to: the top-k for each token that a request decodes, or a dense model's budget
-    with its first and newest blocks."""
+    times the top-k for each token that a request decodes; of a dense model, twice its budget with first and
+    newest blocks."""
 
     window_blocks: int = Field(default=2, ge=1, le=64)
     """Sparse mode: newest full blocks of a request that stay on the GPU, or in vLLM's pool on a CPU."""

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, Slid
 from kvsieve_connector.dense.check import check_config
 from kvsieve_connector.dense.plan import DensePlan, tell
 from kvsieve_connector.dense.selectors import SELECTORS
+from kvsieve_connector.kernels import block_tables
 from kvsieve_connector.settings import SelectorName
 from kvsieve_connector.sparse.plan import is_dense
 from kvsieve_connector.sparse.spec import HostBackedSpec, as_host_backed
@@ -61,6 +62,25 @@ def test_the_defaults() -> None:
     assert plan.selector in SELECTORS
 
 
+def test_pools_are_shared_by_those_that_pick_alike() -> None:
+    """Keys and values of what is decoded are approximate, too: the names of how differ."""
+    own = [
+        engine(),
+        engine({"kvsieve.selector": "mean-outlier"}),
+        engine({"kvsieve.budget_tokens": 512}),
+        engine({"kvsieve.first_blocks": 0}),
+        engine({"kvsieve.window_blocks": 3}),
+        engine({"kvsieve.dense_layers": 1}),
+        gpu({"kvsieve.exact_in_pool": True}),
+    ]
+    assert len({DensePlan.of_config(each).attention for each in own}) == len(own)
+    assert DensePlan.of_config(gpu()).attention == DensePlan.of_config(engine()).attention
+    assert DensePlan.of_config(engine()).attention == "part-means/8 32+1+2 of 32 dense 0"
+    assert (
+        DensePlan.of_config(gpu({"kvsieve.hot_rows": 9000})).attention == DensePlan.of_config(gpu()).attention
+    )
+
+
 def test_a_budget_is_whole_blocks() -> None:
     assert DensePlan.of_config(engine({"kvsieve.budget_tokens": 33})).budget_blocks == 2
     assert DensePlan.of_config(engine({"kvsieve.budget_tokens": 0})).budget_blocks == 0
@@ -89,7 +109,7 @@ def test_on_a_gpu_a_request_has_a_hot_buffer() -> None:
     ("config", "when"),
     [
         (engine(), "once blocks of a request have left vLLM's pool"),
-        (gpu(), "once a request is longer than its hot buffer of 2240 tokens"),
+        (gpu(), "once a request has 2240 tokens below its newest blocks, or 1120 and begins in the store"),
         (gpu({"kvsieve.exact_in_pool": True}), "once blocks of a request have left vLLM's pool"),
     ],
     ids=["cpu", "gpu", "exact in the pool"],
@@ -127,7 +147,7 @@ def test_settings_that_do_not_fit_the_device(config: Any, message: str) -> None:
 
 
 def test_settings_name_the_selectors_that_there_are() -> None:
-    assert set(get_args(SelectorName)) == SELECTORS.keys()
+    assert set(get_args(SelectorName)) == SELECTORS.keys() == block_tables.SELECTORS.keys()
 
 
 def test_the_spec_keeps_the_layers_cache() -> None:

@@ -87,12 +87,13 @@ def test_refuses_what_does_not_fit(change: dict[str, Any], message: str) -> None
         (132, (50, 60, 80, 150), 1),
         (133, (50, 60, 80, 110), 1),
         (133, (50, 60, 80, 150), 2),
+        (133, (50, 60, 80, 113.25), 2),
         (67, (120, 130, 150, 200), 1),
         (133, (120, 130, 150, 200), 1),
         (133, (120, 200), 4),
     ],
 )
-def test_how_many_thread_blocks_work_on_a_row(clusters: int, kib: tuple[int, ...], wanted: int) -> None:
+def test_how_many_thread_blocks_work_on_a_row(clusters: int, kib: tuple[float, ...], wanted: int) -> None:
     """kib: shared memory of a thread block, by how many there are; a multiprocessor has 227."""
-    variants = [Variant(ctas, size * 1024) for ctas, size in zip(CLUSTERS, kib, strict=False)]
+    variants = [Variant(ctas, int(size * 1024), None) for ctas, size in zip(CLUSTERS, kib, strict=False)]
     assert choose(variants, clusters, 132).ctas == wanted

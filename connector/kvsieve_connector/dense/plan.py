@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from kvsieve_connector.dense.selectors import DEFAULT
+from kvsieve_connector.kernels.block_tables import vectors_of
 from kvsieve_connector.settings import PREFIX, ConnectorSettings, parse_settings
 from kvsieve_connector.sparse.plan import LOADING, check_settings, extra_config
 
@@ -57,7 +58,9 @@ class DensePlan:
     def attention(self) -> str:
         """What decides how far attention, and so the keys and values of what is decoded, is from exact."""
         picked = f"{self.budget_blocks}+{self.first_blocks}+{self.window_blocks}"
-        return f"{self.selector} {picked} of {self.block_tokens} dense {self.dense_layers}"
+        by = f"{self.selector}/{vectors_of(self.selector, self.block_tokens)}"
+        where = " exact in pool" if self.exact_in_pool else ""
+        return f"{by} {picked} of {self.block_tokens} dense {self.dense_layers}{where}"
 
     @property
     def attended_blocks(self) -> int:
@@ -157,7 +160,8 @@ class DensePlan:
 def tell(plan: DensePlan) -> None:
     """Says in the log that attention is approximate from now on."""
     if plan.hot_blocks and not plan.exact_in_pool:
-        when = f"once a request is longer than its hot buffer of {plan.hot_blocks * plan.block_tokens} tokens"
+        hot, least = plan.hot_blocks * plan.block_tokens, plan.attended_blocks * plan.block_tokens
+        when = f"once a request has {hot} tokens below its newest blocks, or {least} and begins in the store"
     else:
         when = "once blocks of a request have left vLLM's pool"
     logger.warning(

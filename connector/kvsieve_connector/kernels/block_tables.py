@@ -104,7 +104,7 @@ def vectors_of(selector: str, block_tokens: int) -> int:
     if selector == "part-means":
         parts = max(1, min(block_tokens // PART_TOKENS, MOST_PARTS))
         return 1 << parts.bit_length() - 1
-    return 1 if selector == "mean-key" else 2
+    return {"mean-key": 1, "mean-outlier": 2, "quest-bounds": 2}[selector]
 
 
 _checked: WeakKeyDictionary[LayerBlocks, tuple[int, str]] = WeakKeyDictionary()
@@ -128,8 +128,12 @@ def check_layer(layer: LayerBlocks, tables: BlockTables, selector: str) -> None:
         f"pieces of cache must follow one another, got strides {list(cache.stride())}",
     )
     require(
-        columns % 16 == 0 and cache.data_ptr() % 16 == 0 and layer.layer_offset % 16 == 0,
-        f"pieces must be 16-byte aligned, got {columns} columns, layer_offset {layer.layer_offset}",
+        columns % 16 == 0
+        and layer.layer_offset % 16 == 0
+        and cache.data_ptr() % 16 == 0
+        and layer.summaries.data_ptr() % 16 == 0,
+        f"pieces and summaries must be 16-byte aligned, got {columns} columns, layer_offset "
+        f"{layer.layer_offset}",
     )
     require(selector in SELECTORS, f"no selector {selector!r}")
     require_tensor("row_slot", tables.row_slot, torch.int32, (None,))

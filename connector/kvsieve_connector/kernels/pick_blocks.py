@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -22,8 +23,8 @@ CLUSTERS = (8, 4, 2, 1)
 THREADS, RESIDENT = 256, 2
 """Of a thread block, and thread blocks that a multiprocessor takes at once."""
 
-MAX_SHARED = 227 * 1024
-"""Shared memory that a thread block can have on Hopper."""
+MAX_SHARED, SYSTEM_SHARED = 227 * 1024, 1024
+"""Bytes of shared memory that a thread block can have on Hopper, and what each takes beside its own."""
 
 
 def pick_blocks(
@@ -60,9 +61,8 @@ def pick_blocks(
     rows, heads = query.shape[0], layer.cache.shape[1]
     if rows == 0:
         return
-    prepared = prepare(layer, tables, picks, query.shape[1] // heads)
-    processors = torch.cuda.get_device_properties(layer.cache.device).multi_processor_count
-    variant = choose(prepared, rows * heads, processors)
+    variants, processors = prepare(layer, tables, picks, query.shape[1] // heads)
+    variant = choose(variants, rows * heads, processors)
     args = (
         query,
         np.int64(query.stride(0)),
@@ -99,7 +99,7 @@ class Variant:
 
     ctas: int
     shared: int
-    function: Any = None
+    function: Any
 
 
 def choose(variants: Sequence[Variant], clusters: int, processors: int) -> Variant:
@@ -107,17 +107,39 @@ def choose(variants: Sequence[Variant], clusters: int, processors: int) -> Varia
     rows than that, the last one of which a multiprocessor takes most.
 
     Not one with two thread blocks for each multiprocessor: clusters must fit the groups that these come in,
-    and some of 64 clusters of four wait for the others (one H200: 60 us; of two, 46 us).
+    and some of 64 clusters of four wait for the others (one H200: 60 us; of two, 46 us). Where contexts are
+    long and rows many, only such ones fit twice.
     """
     for variant in variants:
         if clusters * variant.ctas <= processors:
             return variant
-    return max(reversed(variants), key=lambda variant: min(RESIDENT, MAX_SHARED // variant.shared))
+    return max(reversed(variants), key=lambda variant: min(RESIDENT, _fit(variant.shared)))
 
 
-def prepare(layer: LayerBlocks, tables: BlockTables, picks: Picks, group: int) -> tuple[Variant, ...]:
-    """The kernel for these shapes, compiled, most thread blocks first. Raises ValueError where it takes too
-    much shared memory: too many blocks of a request, or query heads of a KV head."""
+def _fit(shared: int) -> int:
+    """Thread blocks that share a multiprocessor's memory; the system takes some for each."""
+    return (MAX_SHARED + SYSTEM_SHARED) // (shared + SYSTEM_SHARED)
+
+
+_prepared: WeakKeyDictionary[LayerBlocks, tuple[Any, tuple[Variant, ...], int]] = WeakKeyDictionary()
+"""For which tables, picks and group; what there is; and the device's multiprocessors."""
+
+
+def prepare(
+    layer: LayerBlocks, tables: BlockTables, picks: Picks, group: int
+) -> tuple[tuple[Variant, ...], int]:
+    """The kernel for these shapes, compiled, most thread blocks first, and the device's multiprocessors.
+    Raises ValueError where it takes too much shared memory: too many blocks of a request, or query heads of a
+    KV head."""
+    asked = (id(tables), picks, group)
+    known = _prepared.get(layer)
+    if known is None or known[0] != asked:
+        processors = torch.cuda.get_device_properties(layer.cache.device).multi_processor_count
+        known = _prepared[layer] = asked, _variants(layer, tables, picks, group), processors
+    return known[1:]
+
+
+def _variants(layer: LayerBlocks, tables: BlockTables, picks: Picks, group: int) -> tuple[Variant, ...]:
     _, heads, tokens, columns = layer.cache.shape
     blocks, hot = tables.page.shape[1], tables.hot_blocks.shape[1]
     least = _shared_bytes(picks, blocks, hot, group, CLUSTERS[0])

@@ -6,7 +6,7 @@ implementation, builder and spec from it.
 Decode: each request and KV head is a row of its own for the stock kernel, with a block table of what it
 attends to, in the layer's cache seen as pages of one head. That works inside full CUDA graphs. Prefill over
 a context that is not all in the pool: its pages are put together in a staging buffer, layer by layer. A batch
-whose contexts are all in the pool takes the stock path.
+in which no request picks, or reads the arena, takes the stock path.
 """
 
 from __future__ import annotations
