@@ -21,9 +21,12 @@ from kvsieve_connector.dense.selectors import DEFAULT, SELECTORS
 from kvsieve_store.bench.report import Goal, Report
 
 PARTS = ("recall", "misses", "perplexity", *FORMS, "engine")
-GOAL = Picks(DEFAULT, 1024)
-GPU_GOAL = Picks(DEFAULT, 1024, block_tokens=16)
-"""What the goals are held against."""
+GOAL, GPU_GOAL = Picks(DEFAULT, 1024), Picks(DEFAULT, 1024, block_tokens=16)
+"""What the goals are held against: the defaults of a CPU and of a GPU."""
+
+
+BLOCKS = (GPU_GOAL.block_tokens, GOAL.block_tokens, 64)
+"""Tokens."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,13 @@ def measure(sizes: Sizes, parts: Sequence[str] = PARTS, before: Mapping[str, Any
     def encode(string: str) -> list[int]:
         return tokenizer(string).input_ids
 
-    parameters = {**vars(sizes), "block_tokens": BLOCK_TOKENS, "first": FIRST, "newest": NEWEST}
+    parameters = {
+        **vars(sizes),
+        "block_tokens": BLOCK_TOKENS,
+        "blocks": BLOCKS,
+        "first": FIRST,
+        "newest": NEWEST,
+    }
     rows = kept(before, parameters, parts)
     if {"recall", "misses"} & set(parts):
         for name in TEXTS:
@@ -89,7 +98,9 @@ def _variants(budgets: Sequence[int]) -> list[Picks]:
     others = [Picks(DEFAULT, GOAL.budget_tokens, dense_layers=layers) for layers in (1, 2)]
     others += [Picks(DEFAULT, budget, block_tokens=GPU_GOAL.block_tokens) for budget in budgets]
     others.append(Picks("mean-outlier", GOAL.budget_tokens, block_tokens=GPU_GOAL.block_tokens))
-    others.append(Picks(DEFAULT, GOAL.budget_tokens, block_tokens=64))
+    others += [
+        Picks(DEFAULT, GOAL.budget_tokens, block_tokens=size) for size in BLOCKS if size > BLOCK_TOKENS
+    ]
     return [*picks, Picks(DEFAULT, GOAL.budget_tokens, shared=True), *others]
 
 
@@ -123,7 +134,7 @@ def _recall(text: str, layers: Sequence[Any], budgets: Sequence[int]) -> list[di
 
 
 def _misses(text: str, layers: Sequence[Any]) -> list[dict[str, Any]]:
-    variants = [GPU_GOAL, Picks("mean-outlier", 1024, block_tokens=GPU_GOAL.block_tokens), GOAL]
+    variants = [GPU_GOAL, Picks("mean-outlier", GOAL.budget_tokens, block_tokens=GPU_GOAL.block_tokens), GOAL]
     return [
         {"part": "misses", "text": text, **_row(picks), "hot": size, "missed": round(share, 4)}
         for picks in variants

@@ -56,7 +56,8 @@ class DensePlan:
 
     @property
     def attention(self) -> str:
-        """What decides how far attention, and so the keys and values of what is decoded, is from exact."""
+        """What decides how far attention, and so the keys and values of what is decoded, is from exact. Not
+        hot_blocks: they only move the length from which on a request picks."""
         picked = f"{self.budget_blocks}+{self.first_blocks}+{self.window_blocks}"
         by = f"{self.selector}/{vectors_of(self.selector, self.block_tokens)}"
         where = " exact in pool" if self.exact_in_pool else ""
@@ -163,7 +164,7 @@ def tell(plan: DensePlan) -> None:
         hot, least = plan.hot_blocks * plan.block_tokens, plan.attended_blocks * plan.block_tokens
         when = f"once a request has {hot} tokens below its newest blocks, or {least} and begins in the store"
     else:
-        when = "once blocks of a request have left vLLM's pool"
+        when = "once a request has blocks that only the arena has"
     logger.warning(
         "kvsieve: sparse mode on a dense model: %s, its decode steps attend to a part of the context only, "
         "which is an approximation: %d tokens that %r picks, the first %d and the newest %d blocks of %d "

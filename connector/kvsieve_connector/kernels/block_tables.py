@@ -107,14 +107,14 @@ def vectors_of(selector: str, block_tokens: int) -> int:
     return {"mean-key": 1, "mean-outlier": 2, "quest-bounds": 2}[selector]
 
 
-_checked: WeakKeyDictionary[LayerBlocks, tuple[int, str]] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[LayerBlocks, tuple[BlockTables, str]] = WeakKeyDictionary()
 """With which tables, and for which selector."""
 
 
 def check_layer(layer: LayerBlocks, tables: BlockTables, selector: str) -> None:
     """Raise ValueError, naming the tensor, where a layer's tensors and the tables do not fit each other."""
-    found = (id(tables), selector)
-    if _checked.get(layer) == found:
+    known = _checked.get(layer)
+    if known is not None and known[0] is tables and known[1] == selector:
         return
     cache = layer.cache
     require(
@@ -161,7 +161,7 @@ def check_layer(layer: LayerBlocks, tables: BlockTables, selector: str) -> None:
         clock=layer.clock,
         counters=layer.counters,
     )
-    _checked[layer] = found
+    _checked[layer] = tables, selector
 
 
 def check_pick(

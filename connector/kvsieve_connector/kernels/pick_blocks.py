@@ -121,7 +121,9 @@ def _fit(shared: int) -> int:
     return (MAX_SHARED + SYSTEM_SHARED) // (shared + SYSTEM_SHARED)
 
 
-_prepared: WeakKeyDictionary[LayerBlocks, tuple[Any, tuple[Variant, ...], int]] = WeakKeyDictionary()
+_prepared: WeakKeyDictionary[LayerBlocks, tuple[tuple[BlockTables, Picks, int], tuple[Variant, ...], int]] = (
+    WeakKeyDictionary()
+)
 """For which tables, picks and group; what there is; and the device's multiprocessors."""
 
 
@@ -131,7 +133,7 @@ def prepare(
     """The kernel for these shapes, compiled, most thread blocks first, and the device's multiprocessors.
     Raises ValueError where it takes too much shared memory: too many blocks of a request, or query heads of a
     KV head."""
-    asked = (id(tables), picks, group)
+    asked = (tables, picks, group)  # tables are equal only to themselves
     known = _prepared.get(layer)
     if known is None or known[0] != asked:
         processors = torch.cuda.get_device_properties(layer.cache.device).multi_processor_count
