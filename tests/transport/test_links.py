@@ -133,7 +133,10 @@ def test_a_peer_that_is_killed_while_it_sends(start_peer: StartPeer, link_to: Li
         peer.close()
         if turn == 1:  # once all is there that stays
             before = descriptors()
-    assert descriptors() <= before
+    deadline = time.monotonic() + 5  # UCX closes some of its own a little later
+    while descriptors() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_peer_that_is_stopped_is_given_up_at_the_deadline(

@@ -143,9 +143,11 @@ class Engine:
         return sum(s.value for family in families for s in family.samples if s.name == name)
 
     def _processes(self) -> Iterator[psutil.Process]:
+        """Of its group, and the first one, which may have to make it yet."""
         for process in psutil.process_iter(["status"]):
             with contextlib.suppress(ProcessLookupError):
-                if os.getpgid(process.pid) == self.pid and process.info["status"] != psutil.STATUS_ZOMBIE:
+                own = self.pid in (process.pid, os.getpgid(process.pid))
+                if own and process.info["status"] != psutil.STATUS_ZOMBIE:
                     yield process
 
 
