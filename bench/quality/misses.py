@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from bench.quality.reference import Picks, picked_blocks
+from bench.traces.hot_buffer import Lru
 
 SIZES = (1.0, 1.25, 1.5, 2.0, 3.0)
 """Of a hot buffer, times what a step attends to at most, in full blocks."""
@@ -23,29 +23,14 @@ def misses(layers: Sequence[tuple[Tensor, Tensor]], picks: Picks) -> list[float]
     """
     asked, missed = 0, [0] * len(SIZES)
     for query, key in layers[::EVERY]:
-        chunks = picked_blocks(query[:, -STEPS:], key, picks, query.shape[-1] ** -0.5)
-        for steps in _by_list(mask for _, _, mask in chunks):
-            asked += sum(map(len, steps[WARM_UP:]))
-            for i, size in enumerate(SIZES):
-                missed[i] += _missed(steps, int(size * picks.full_blocks))
+        chunks = list(picked_blocks(query[:, -STEPS:], key, picks, query.shape[-1] ** -0.5))
+        steps = [step for _, _, mask in chunks for step in mask.unbind(1)]
+        for head in range(len(steps[0])):
+            buffers = [Lru(int(size * picks.full_blocks), steps[-1].shape[1]) for size in SIZES]
+            for number, step in enumerate(steps):
+                wanted = step[head].nonzero().flatten().numpy()
+                counted = number >= WARM_UP
+                asked += counted * len(wanted)
+                for i, buffer in enumerate(buffers):
+                    missed[i] += counted * buffer.swap_in(wanted)[0]
     return [count / asked for count in missed]
-
-
-def _by_list(masks: Iterable[Tensor]) -> list[list[list[int]]]:
-    """Per list of blocks (a KV head) and step: which blocks."""
-    steps = [mask[:, token] for mask in masks for token in range(mask.shape[1])]
-    return [[step[row].nonzero().flatten().tolist() for step in steps] for row in range(len(steps[0]))]
-
-
-def _missed(steps: Sequence[Sequence[int]], room: int) -> int:
-    """Those used longest ago go first."""
-    hot: OrderedDict[int, None] = OrderedDict()
-    missed = 0
-    for number, wanted in enumerate(steps):
-        missed += sum(block not in hot for block in wanted) if number >= WARM_UP else 0
-        for block in wanted:
-            hot[block] = None
-            hot.move_to_end(block)
-        while len(hot) > room:
-            hot.popitem(last=False)
-    return missed

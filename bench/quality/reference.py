@@ -123,9 +123,8 @@ def block_topk(query: Tensor, key: Tensor, value: Tensor, picks: Picks, scale: f
     out = []
     for position, end, picked in picked_blocks(query, key, picks, scale):
         full = picked.shape[-1] * size
-        grouped = query.view(kv_heads, -1, tokens, dim)[:, :, position - context + tokens :][
-            :, :, : end - position
-        ]
+        first = position - context + tokens
+        grouped = query.view(kv_heads, -1, tokens, dim)[:, :, first : first + end - position]
         newer = torch.ones(end - position, end - full, dtype=torch.bool)
         newer = newer.tril(position - full).expand(len(picked), -1, -1)
         seen = torch.cat([picked.repeat_interleave(size, dim=-1), newer], dim=-1)[:, None]

@@ -92,24 +92,29 @@ def test_blocks_of_any_size(size: int) -> None:
 
 
 def test_a_buffer_misses_what_was_not_picked_lately() -> None:
-    """Against a list of all blocks ever picked, in the order of their last use."""
+    """Against slots that are kept as the picking kernel keeps them: of those not used in a step, the one used
+    longest ago goes first, and of like ones the first."""
     torch.manual_seed(0)
     layers = [(torch.randn(4, CONTEXT, 8), torch.randn(2, CONTEXT, 8)) for _ in range(5)]
     picks = Picks("mean-key", 32, block_tokens=16)
     asked, missed = 0, [0] * len(misses.SIZES)
     for query, key in layers[:: misses.EVERY]:
-        used: list[list[int]] = [[], []]
+        slots: dict[tuple[int, int], list[tuple[int, int]]] = {
+            (head, i): [] for head in range(2) for i in range(len(misses.SIZES))
+        }
         step = 0
         for _, _, masks in reference.picked_blocks(query[:, -misses.STEPS :], key, picks, 8**-0.5):
             for mask in masks.unbind(1):
-                for head in range(2):
-                    wanted = mask[head].nonzero().flatten().tolist()
-                    if step >= misses.WARM_UP:
-                        asked += len(wanted)
-                        for i, size in enumerate(misses.SIZES):
-                            missed[i] += len(set(wanted) - set(used[head][-int(size * picks.full_blocks) :]))
-                    used[head] = [block for block in used[head] if block not in wanted] + wanted
                 step += 1
+                asked += int(mask.sum()) if step > misses.WARM_UP else 0
+                for (head, i), held in slots.items():
+                    wanted = mask[head].nonzero().flatten().tolist()
+                    held += [(0, -1)] * (int(misses.SIZES[i] * picks.full_blocks) - len(held))
+                    absent = sorted(set(wanted) - {block for _, block in held})
+                    missed[i] += len(absent) if step > misses.WARM_UP else 0
+                    held[:] = [(step if block in wanted else used, block) for used, block in held]
+                    for block in absent:
+                        held[held.index(min(held, key=lambda slot: slot[0]))] = step, block
     assert 0 < missed[-1] < missed[0]
     assert misses.misses(layers, picks) == [count / asked for count in missed]
 

@@ -63,7 +63,7 @@ class DenseTables:
     since the start; they are picked last until they get one.
     """
 
-    def __init__(self, sizes: DenseSizes, device: torch.device, exact_in_pool: bool = False) -> None:
+    def __init__(self, sizes: DenseSizes, device: torch.device, exact_in_pool: bool) -> None:
         """exact_in_pool: whether requests have a row's slot only once they read the arena."""
         self.sizes = sizes
         self._exact_in_pool = exact_in_pool
